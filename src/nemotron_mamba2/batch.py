@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal, TypeAlias
 
@@ -58,20 +59,17 @@ class Batch:
 
         snapshot_at: absolute positions (or None) at which to take a snapshot on the way.
         """
-        n = len(slots)
-        return cls(tuple(slots), tuple(rows), ("prompt",) * n, (False,) * n, tuple(snapshot_at or ()))
+        return cls(*_sequences(slots, rows, "prompt", verify=False), tuple(snapshot_at or ()))
 
     @classmethod
     def decode(cls, slots: Sequence[int]) -> Batch:
         """One generated token for each slot."""
-        n = len(slots)
-        return cls(tuple(slots), (1,) * n, ("step",) * n, (False,) * n)
+        return cls(*_sequences(slots, [1] * len(slots), "step", verify=False))
 
     @classmethod
     def verify(cls, slots: Sequence[int], rows: Sequence[int]) -> Batch:
         """rows[i] drafted tokens for slots[i]; they wait for `StatePool.commit`."""
-        n = len(slots)
-        return cls(tuple(slots), tuple(rows), ("step",) * n, (True,) * n)
+        return cls(*_sequences(slots, rows, "step", verify=True))
 
     @classmethod
     def join(cls, *batches: Batch) -> Batch:
@@ -109,6 +107,12 @@ class Batch:
         return [replace(plain, rows=tuple(cuts)), replace(plain, rows=rest)]
 
 
+def _sequences(
+    slots: Sequence[int], rows: Sequence[int], role: Role, *, verify: bool
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Role, ...], tuple[bool, ...]]:
+    return tuple(slots), tuple(rows), tuple(role for _ in slots), tuple(verify for _ in slots)
+
+
 @dataclass(frozen=True, eq=False)
 class Rows:
     """One role's share of a step: S sequences, T rows, and where each sequence stands.
@@ -138,9 +142,16 @@ class Rows:
         """Where this share lies in the hidden states."""
         return slice(self.first_row, self.first_row + self.total_rows)
 
-    def tensor(self, values: Sequence[int]) -> Tensor:
-        """int64 [len(values)] on the step's device."""
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+    @cached_property
+    def cursors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """slots, positions, boundaries: int64 [S], and cu_rows: int64 [S + 1], on the step's device.
+
+        One copy per step serves all layers.
+        """
+        packed = torch.tensor((*self.slots, *self.positions, *self.boundaries, *self.cu_rows), dtype=torch.int64)
+        count = len(self.slots)
+        slots, positions, boundaries, cu_rows = packed.to(self.device, non_blocking=True).split([count] * 3 + [count + 1])
+        return slots, positions, boundaries, cu_rows
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,6 +44,11 @@ def _expect(what: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: t
         )
 
 
+def _expect_matrix(what: str, tensor: Tensor) -> None:
+    if tensor.dim() not in (2, 3):
+        raise FormatError(f"{what}: expected [out, in] or [experts, out, in], found {list(tensor.shape)}")
+
+
 class _Matrix:
     """What all formats share: the logical shape, and the bytes they hold."""
 
@@ -90,6 +95,7 @@ class Fp8Tensor(_Matrix):
     input_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
+        _expect_matrix("fp8_tensor weight", self.weight)
         lead = self.shape[:-2]
         _expect("fp8_tensor weight", self.weight, (E4M3,), self.shape)
         _expect("fp8_tensor scale", self.scale, (torch.float32,), lead)
@@ -107,6 +113,7 @@ class Fp8Channel(_Matrix):
     dynamic: bool = True
 
     def __post_init__(self) -> None:
+        _expect_matrix("fp8_channel weight", self.weight)
         _expect("fp8_channel weight", self.weight, (E4M3,), self.shape)
         _expect("fp8_channel scale", self.scale, (torch.float32,), self.shape[:-1])
 
@@ -120,6 +127,7 @@ class Fp8Block(_Matrix):
     scale: Tensor
 
     def __post_init__(self) -> None:
+        _expect_matrix("fp8_block weight", self.weight)
         *lead, rows, columns = self.shape
         _expect("fp8_block weight", self.weight, (E4M3,), self.shape)
         _expect("fp8_block scale", self.scale, (torch.float32,), (*lead, -(-rows // BLOCK), -(-columns // BLOCK)))
@@ -143,6 +151,7 @@ class Nvfp4(_Matrix):
         return (*lead, 2 * columns)
 
     def __post_init__(self) -> None:
+        _expect_matrix("nvfp4 weight", self.weight)
         *lead, rows, columns = self.shape
         if columns % NVFP4_BLOCK:
             raise FormatError(f"nvfp4 weight: {columns} inputs are not a multiple of the block of {NVFP4_BLOCK}")

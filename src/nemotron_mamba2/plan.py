@@ -23,8 +23,6 @@ from .formats import Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight, dequantize
 from .ops import Linear, Quantization, backend
 from .weights import LayerWeights, ModelWeights
 
-ACTIVATION_DTYPES = (torch.bfloat16, torch.float32)
-
 
 @dataclass(frozen=True)
 class LinearPlan:
@@ -34,7 +32,7 @@ class LinearPlan:
     format: str
     shape: tuple[int, ...]
     weight_bytes: int
-    copy: str  # "none", or the dtype of the copy
+    copy: str  # "none", the dtype of the copy, or "packed": repacked in the order a kernel reads
     copy_bytes: int
     prompt_copy: str  # "none", or the format that prompt rows use instead
     prompt: Quantization
@@ -64,11 +62,12 @@ class Plan:
         return {plan.name: self._prepare(plan, found[plan.name]) for plan in self.linears}
 
     def _prepare(self, plan: LinearPlan, weight: Weight) -> Linear:
-        quantize = backend(self.device).quantize
+        ops = backend(self.device)
         return Linear(
             weight=weight,
-            copy=None if plan.copy == "none" else dequantize(weight, self.dtype),
-            prompt_weight=None if plan.prompt_copy == "none" else quantize(dequantize(weight), plan.prompt_copy),
+            copy=None if plan.copy in ("none", "packed") else dequantize(weight, self.dtype),
+            prompt_weight=None if plan.prompt_copy == "none" else ops.quantize(dequantize(weight), plan.prompt_copy),
+            packed=ops.pack(weight) if plan.copy == "packed" else None,
             prompt=plan.prompt,
             step=plan.step,
             upcast=self.upcast,
@@ -116,8 +115,8 @@ def make_plan(
     config: LayerConfig,
     weights: LayerWeights,
     policy: Policy,
-    device: torch.device | str,
     *,
+    device: torch.device | str,
     dtype: torch.dtype = torch.bfloat16,
     budget_bytes: int | None = None,
 ) -> Plan:
@@ -135,8 +134,8 @@ def plan_model(
     config: ModelConfig,
     weights: ModelWeights,
     policy: Policy,
-    device: torch.device | str,
     *,
+    device: torch.device | str,
     dtype: torch.dtype | None = None,
 ) -> ModelPlan:
     """Decide how a whole model runs; the memory budget goes to its layers in order. Raises: NoKernel."""
@@ -168,25 +167,35 @@ def _plan(
     dtype: torch.dtype,
     budget_bytes: int,
 ) -> Plan:
-    if dtype not in ACTIVATION_DTYPES:
-        raise NoKernel(f"plan: activations must be bfloat16 or float32, found {_name(dtype)}; pass dtype=")
+    allowed = (torch.bfloat16,) if device.type == "cuda" else (torch.bfloat16, torch.float32)
+    if dtype not in allowed:
+        names = " or ".join(map(_name, allowed))
+        raise NoKernel(f"plan: activations on {device.type} must be {names}, found {_name(dtype)}; pass dtype=")
     upcast = device.type == "cpu" and not has_bf16_units()
     linears = []
     for name, weight in projections:
-        linear = _plan_linear(name, weight, policy, dtype)
+        linear = _plan_linear(name, weight, policy, device, dtype)
+        if linear.copy == "packed" and linear.copy_bytes > budget_bytes:
+            raise NoKernel(f"plan: {name} needs {_size(linear.copy_bytes)} for its repacked copy, {_size(budget_bytes)} are left")
         if linear.copy_bytes > budget_bytes:
             linear = replace(
                 linear, copy="none", copy_bytes=0, why=_join(linear.why, "no memory for a copy: dequantised at every call")
             )
         budget_bytes -= linear.copy_bytes
         linears.append(linear)
-    return Plan(kind, device, dtype, "reference", upcast, policy.reproducible, tuple(linears))
+    name = "gpu" if device.type == "cuda" else "reference"
+    return Plan(kind, device, dtype, name, upcast, policy.reproducible, tuple(linears))
 
 
-def _plan_linear(name: str, weight: Weight, policy: Policy, dtype: torch.dtype) -> LinearPlan:
-    copy = "none" if isinstance(weight, Plain) and weight.weight.dtype == dtype else _name(dtype)
+def _plan_linear(
+    name: str, weight: Weight, policy: Policy, device: torch.device, dtype: torch.dtype
+) -> LinearPlan:
     elements = torch.Size(weight.shape).numel()
-    copy_bytes = 0 if copy == "none" else elements * dtype.itemsize
+    copy = "none" if isinstance(weight, Plain) and weight.weight.dtype == dtype else _name(dtype)
+    if device.type == "cuda" and len(weight.shape) == 2:
+        backend(device).check_linear(name, weight)
+        copy = "packed" if isinstance(weight, Nvfp4) else "none"
+    copy_bytes = {"none": 0, "packed": weight.nbytes}.get(copy, elements * dtype.itemsize)
     prompt: Quantization = "none"
     prompt_copy, why = "none", ""
     if policy.prompt != "exact":

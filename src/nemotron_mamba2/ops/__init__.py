@@ -26,6 +26,7 @@ class Linear:
 
     weight: as the checkpoint has it. copy: its values in the activation dtype, made once at load, or None (the weight
     is plain, or is dequantised in pieces at every call). prompt_weight: another weight that prompt rows use, or None.
+    packed: codes and block scales in the order a kernel reads them, instead of the weight's own, or None.
     prompt, step: what happens to the activations of each role. upcast: products of many rows run in fp32, on blocks
     of the weight. reproducible: every product has the same row count, so a row's bits do not depend on its batch.
     """
@@ -33,6 +34,7 @@ class Linear:
     weight: Weight
     copy: Tensor | None = None
     prompt_weight: Weight | None = None
+    packed: tuple[Tensor, Tensor] | None = None
     prompt: Quantization = "none"
     step: Quantization = "none"
     upcast: bool = True
@@ -62,5 +64,5 @@ class LayerState:
 
 
 def backend(device: torch.device) -> ModuleType:
-    """The module that serves a device's ops."""
-    return import_module(".reference", __name__)
+    """The module that serves a device's ops; imported when it is first asked for."""
+    return import_module(".gpu" if device.type == "cuda" else ".reference", __name__)

@@ -1,0 +1,80 @@
+"""Run NVIDIA's Nemotron-H models, and their Mamba-2 layer alone.
+
+The names below are the public surface. They load when first used, so that the command line answers without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .batch import Batch, Step
+    from .checkpoint import load_layer, load_model
+    from .config import Mamba2Config, ModelConfig, Policy
+    from .errors import NemotronMamba2Error
+    from .formats import dequantize
+    from .generate import Completion, Model, TokenEvent
+    from .layer import NemotronMamba2Layer
+    from .plan import Capabilities, Plan, make_plan
+    from .sampling import SamplingParams
+    from .state import Snapshot, StatePool
+    from .weights import Mamba2Weights
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Batch": "batch",
+    "Capabilities": "plan",
+    "Completion": "generate",
+    "Mamba2Config": "config",
+    "Mamba2Weights": "weights",
+    "Model": "generate",
+    "ModelConfig": "config",
+    "NemotronMamba2Error": "errors",
+    "NemotronMamba2Layer": "layer",
+    "Plan": "plan",
+    "Policy": "config",
+    "SamplingParams": "sampling",
+    "Snapshot": "state",
+    "StatePool": "state",
+    "Step": "batch",
+    "TokenEvent": "generate",
+    "dequantize": "formats",
+    "load_layer": "checkpoint",
+    "load_model": "checkpoint",
+    "make_plan": "plan",
+}
+
+__all__ = [
+    "Batch",
+    "Capabilities",
+    "Completion",
+    "Mamba2Config",
+    "Mamba2Weights",
+    "Model",
+    "ModelConfig",
+    "NemotronMamba2Error",
+    "NemotronMamba2Layer",
+    "Plan",
+    "Policy",
+    "SamplingParams",
+    "Snapshot",
+    "StatePool",
+    "Step",
+    "TokenEvent",
+    "dequantize",
+    "load_layer",
+    "load_model",
+    "make_plan",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,71 @@
+"""The attention layer (`*`): hidden + o_proj(attention(q, k, v)) of norm(hidden); grouped queries, no rotary, no bias.
+
+Keys and values live in the pages of a `PagePool`; the layer writes the rows of a step and then reads everything up to
+them. FP8 pages use the checkpoint's k and v scales, 1 where it has none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..batch import Role, Rows, Step
+from ..config import AttentionConfig
+from ..ops import backend
+from ..plan import Capabilities, HostStep, Plan
+from ..weights import AttentionWeights
+from .pages import PageTable
+from .shapes import check_shapes
+
+
+class AttentionLayer:
+    """One attention layer, ready to run.
+
+    index: which of the page pool's layers holds its keys and values. Shapes are checked here, once. Raises: ShapeError.
+    """
+
+    capabilities = Capabilities(kind="*", kv=True)
+    host_step: HostStep | None = None
+
+    def __init__(self, config: AttentionConfig, weights: AttentionWeights, plan: Plan, *, index: int = 0) -> None:
+        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        hidden = config.hidden_size
+        shapes = {"norm": (hidden,), "q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
+        check_shapes("attention", weights, shapes | {"o_proj": (hidden, queries)})
+        self.config = config
+        self.weights = weights
+        self.plan = plan
+        self.index = index
+        self._ops = backend(plan.device)
+        self._linears = plan.prepare(weights)
+
+    def __call__(self, hidden: Tensor, step: Step, pages: PageTable) -> Tensor:
+        """Run the layer over every row of a step.
+
+        hidden: [T, hidden] in the plan's dtype. pages: the table of this step. Returns: [T, hidden].
+        """
+        out = torch.empty_like(hidden)
+        for role, rows in step.shares:
+            mine = hidden[rows.slice]
+            torch.add(mine, self._attend(mine, rows, role, pages=pages), out=out[rows.slice])
+        return out
+
+    def _attend(self, hidden: Tensor, rows: Rows, role: Role, *, pages: PageTable) -> Tensor:
+        ops, linears, w = self._ops, self._linears, self.weights
+        x = ops.rms_norm(hidden, w.norm, eps=self.config.layer_norm_epsilon)
+        heads = (-1, self.config.head_dim)
+        q, k, v = (ops.linear(x, linears[name], role).unflatten(-1, heads) for name in ("q_proj", "k_proj", "v_proj"))
+        keys, values = pages.keys[self.index], pages.values[self.index]
+        scales = {"k_scale": w.k_scale, "v_scale": w.v_scale}
+        ops.store_kv(k, v, keys, values, pages.places[rows.slice], **scales)
+        found = ops.attention(
+            q,
+            keys,
+            values,
+            rows,
+            role,
+            pages=pages.pages(role),
+            reproducible=self.plan.reproducible,
+            **scales,
+        )
+        return ops.linear(found.flatten(1), linears["o_proj"], role)

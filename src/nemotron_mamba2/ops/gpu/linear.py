@@ -1,0 +1,277 @@
+"""norm_linear, linear and norm_linear_residual on NVIDIA GPUs; step rows run `linear.cu`.
+
+Weights move once per step (bytes: weight + scales + rows × (in + out) × 2; flops: 2 × rows × in × out). bf16 and FP8 are
+read as they lie in the checkpoint; NVFP4 is repacked once into mma fragment order. Up to FUSED_ROWS the norm runs inside
+the product; above, a kernel of its own writes the same bits. How many tiles a warp holds depends on the row count; the
+number of slices of K does not, and it alone (with the instruction) decides a row's bits.
+
+Prompt rows run on cuBLAS: bf16, or FP8 codes through `torch._scaled_mm`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ...batch import Role
+from ...errors import NoKernel, ShapeError
+from ...formats import E4M3, E4M3_MAX, Fp8Block, Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight, dequantize
+from .. import Linear
+from . import nvrtc
+
+FORMAT_CODES = {"bf16": 0, "fp8_tensor": 1, "fp8_channel": 2, "fp8_block": 3, "nvfp4": 4}
+FUSED_ROWS = 4
+FUSED_SHARED_BYTES = 96 << 10
+SHARED_LIMIT_BYTES = 227 << 10
+INPUTS_PER_CHUNK = 64
+ROWS_PER_TILE = 16
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How one launch cuts the work; names as in linear.cu."""
+
+    WM: int
+    MT: int
+    NT: int
+    DEPTH: int
+
+
+def slices(rows_out: int, columns: int) -> int:
+    """Slices of K: eight where few tiles would leave multiprocessors idle, else four. Part of a result's bits."""
+    return 8 if rows_out // ROWS_PER_TILE < 528 or columns >= 8192 else 4
+
+
+def tiles(format: str, rows: int, slice_count: int) -> Tiles:
+    """Tiles for a row count (H200). Not part of a result's bits."""
+    side = 8 // slice_count
+    if rows <= 8:
+        return Tiles(1, 1, 1, 4)
+    if rows <= 16:
+        return Tiles(1, 1, 2, 4)
+    if rows <= 32 or format == "fp8_block":
+        return Tiles(side, 2, 4, 2)
+    return Tiles(side, 2, 8, 2)
+
+
+def norm_linear(
+    hidden: Tensor, norm_weight: Tensor, weight: Linear, *, eps: float, role: Role, out: Tensor | None = None
+) -> Tensor:
+    """As `ops.reference.norm_linear`; hidden: bf16."""
+    if role == "step":
+        return _step(hidden, weight, norm=1, norm_weight=norm_weight, eps=eps, out=out)
+    return linear(rms_norm(hidden, norm_weight, eps=eps), weight, role, out=out)
+
+
+def linear(x: Tensor, linear: Linear, role: Role, *, out: Tensor | None = None) -> Tensor:
+    """As `ops.reference.linear`; x: bf16."""
+    if role == "step":
+        return _step(x, linear, norm=0, out=out)
+    y = _prompt_product(x, linear)
+    return y if out is None else out.copy_(y)
+
+
+def norm_linear_residual(
+    y: Tensor,
+    z: Tensor,
+    norm_weight: Tensor,
+    weight: Linear,
+    residual: Tensor,
+    *,
+    groups: int,
+    eps: float,
+    role: Role,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As `ops.reference.norm_linear_residual`; bf16, one rounding after the residual is added."""
+    if role == "step":
+        return _step(
+            y, weight, norm=2, z=z, norm_weight=norm_weight, groups=groups, eps=eps, residual=residual, out=out
+        )
+    normed = rms_norm(y, norm_weight, eps=eps, groups=groups, gate=z)
+    product = _prompt_product(normed, weight)
+    return torch.add(residual, product, out=out)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float, groups: int = 1, gate: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """RMSNorm of x, or of x · silu(gate), over each of `groups` parts of a row. x: bf16 [T, d]. Returns: bf16 [T, d]."""
+    x, gate = _rows16(x), None if gate is None else _rows16(gate)
+    rows, width = x.shape
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device) if out is None else out
+    if not rows:
+        return out
+    kernel = _norm_kernel(x.device.index, gate is not None)
+    z = x if gate is None else gate
+    kernel.launch(
+        (-(-rows * groups // 4), 1),
+        0,
+        [*map(_pointer, (out, x, z, weight)), _long(x.stride(0)), _long(z.stride(0)), *map(ctypes.c_int, (rows, width, groups)), ctypes.c_float(eps)],
+    )
+    return out
+
+
+def pack(weight: Nvfp4) -> tuple[Tensor, Tensor]:
+    """Codes and block scales in the order that linear.cu reads them.
+
+    Per tile of 16 rows, chunk of 64 inputs and lane (g, t): 16 bytes with rows g and g + 8, inputs 16t..16t+15, placed
+    so that a mask or a shift and a mask gives a bf16 pair; and two scale codes, (exponent + 9) · 8 + mantissa. A block
+    whose scale is zero gets zero codes. Returns: int32 [out · in / 8], uint8 [out · in / 16].
+    """
+    rows, columns = weight.shape
+    tiles_, chunks = rows // ROWS_PER_TILE, columns // INPUTS_PER_CHUNK
+    scale = weight.scale.float()
+    codes = torch.stack((weight.weight & 15, weight.weight >> 4), -1).view(rows, columns // 16, 16)
+    codes = codes.where((scale != 0).unsqueeze(-1), torch.zeros_like(codes)).int()
+    # tile, half (g or g + 8), g, chunk, t, j (k16 step), pair, element → tile, chunk, g, t, j, pair, half, element
+    c = codes.view(tiles_, 2, 8, chunks, 4, 4, 2, 2).permute(0, 3, 2, 4, 5, 6, 1, 7)
+    magnitude, sign = c & 7, c >> 3
+    m = [magnitude[..., p, h, :] for p, h in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    s = [sign[..., p, h, :] for p, h in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    lanes = (s[0] << 15) | (m[0] << 6) | (s[1] << 12) | (m[1] << 3) | (s[2] << 9) | m[2]
+    lanes |= (s[3] << 11) | ((m[3] >> 1) << 13) | ((m[3] & 1) << 10)
+    words = lanes[..., 0] | (lanes[..., 1] << 16)
+    fraction, exponent = torch.frexp(scale)  # scale = fraction · 2^exponent, fraction in [½, 1)
+    code = ((exponent - 1 + 9) << 3) + ((2 * fraction - 1) * 8).int()
+    code = code.where(scale != 0, torch.zeros_like(code)).to(torch.uint8)
+    code = code.view(tiles_, 2, 8, chunks, 4).permute(0, 3, 2, 4, 1)  # tile, chunk, g, t, half
+    return words.contiguous().flatten(), code.contiguous().flatten()
+
+
+def check_linear(name: str, weight: Weight) -> None:
+    """Raise NoKernel, at load time, for a matrix that linear.cu cannot take."""
+    rows, columns = weight.shape
+    if rows % ROWS_PER_TILE or columns % INPUTS_PER_CHUNK:
+        raise NoKernel(f"{name}: the GPU kernels need out % 16 = 0 and in % 64 = 0, found [{rows}, {columns}]; run it on the CPU")
+    if isinstance(weight, Plain) and weight.weight.dtype != torch.bfloat16:
+        raise NoKernel(f"{name}: plain weights must be bfloat16 on the GPU, found {weight.weight.dtype}")
+
+
+def linear_cost(weight: Weight, rows: int) -> tuple[int, int]:
+    """(bytes, flops) of one product."""
+    rows_out, columns = weight.shape
+    return weight.nbytes + 2 * rows * (rows_out + columns), 2 * rows * rows_out * columns
+
+
+def _step(
+    x: Tensor,
+    linear: Linear,
+    *,
+    norm: int,
+    z: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    groups: int = 1,
+    eps: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    rows_out, columns = linear.weight.shape
+    rows = len(x)
+    if x.shape != (rows, columns) or x.dtype != torch.bfloat16:
+        raise ShapeError(f"linear: expected bfloat16 x [rows, {columns}], found {x.dtype} {list(x.shape)}")
+    y = torch.empty(rows, rows_out, dtype=x.dtype, device=x.device) if out is None else out
+    if not rows:
+        return y
+    x = _rows16(x)
+    fused_bytes = rows * (columns + 32) * 2
+    if norm and (rows > FUSED_ROWS or fused_bytes > FUSED_SHARED_BYTES):
+        x = rms_norm(x, norm_weight, eps=eps, groups=groups, gate=z)  # type: ignore[arg-type]
+        norm, fused_bytes = 0, 0
+    z = x if z is None or not norm else _rows16(z)
+    residual_rows = None if residual is None else _rows16(residual)
+    count = slices(rows_out, columns)
+    kernel, tile = _kernel(x.device.index, linear.weight.format, columns, count, rows, norm, residual is not None)
+    block_rows, block_tokens = ROWS_PER_TILE * tile.MT * tile.WM, 8 * tile.NT
+    shared = max(count * block_rows * (block_tokens + 1) * 4, fused_bytes if norm else 0)
+    codes, block_scales, scale = _operands(linear)
+    r = x if residual_rows is None else residual_rows
+    kernel.launch(
+        (-(-rows_out // block_rows), -(-rows // block_tokens)),
+        shared,
+        [
+            *map(_pointer, (y, codes, block_scales, scale, x, z, norm_weight, r)),
+            *(_long(t.stride(0)) for t in (y, x, z, r)),
+            *map(ctypes.c_int, (rows_out, rows, groups)),
+            ctypes.c_float(eps),
+        ],
+    )
+    return y
+
+
+def _operands(linear: Linear) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Weight codes, block scales and the scale of the sums."""
+    weight = linear.weight
+    if isinstance(weight, Nvfp4):
+        assert linear.packed is not None  # the plan's promise
+        return *linear.packed, weight.global_scale
+    return weight.weight, None, None if isinstance(weight, Plain) else weight.scale
+
+
+def _prompt_product(x: Tensor, linear: Linear) -> Tensor:
+    weight = linear.weight if linear.prompt_weight is None else linear.prompt_weight
+    if linear.prompt == "none":
+        return x @ dequantize(weight, x.dtype).T
+    if isinstance(weight, Fp8Tensor):
+        assert weight.input_scale is not None  # the plan's promise
+        codes = (x.float() / weight.input_scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+        return torch._scaled_mm(codes, weight.weight.T, weight.input_scale, weight.scale, out_dtype=x.dtype)
+    assert isinstance(weight, Fp8Channel)
+    scale = (x.float().abs().amax(-1, keepdim=True) / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    codes = (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    return torch._scaled_mm(codes, weight.weight.T, scale, weight.scale.unsqueeze(0), out_dtype=x.dtype)
+
+
+@cache
+def _kernel(
+    device: int, format: str, columns: int, slice_count: int, rows: int, norm: int, residual: bool
+) -> tuple[nvrtc.Kernel, Tiles]:
+    tile = tiles(format, rows, slice_count)
+    return _load(device, format, columns, slice_count, tile, norm, residual), tile
+
+
+@cache
+def _load(
+    device: int, format: str, columns: int, slice_count: int, tile: Tiles, norm: int, residual: bool
+) -> nvrtc.Kernel:
+    threads = 32 * slice_count * tile.WM
+    defines = step_defines(format, columns, slice_count, tile, norm=norm, residual=residual)
+    return nvrtc.load(nvrtc.source("linear.cu"), "linear", defines, threads=threads, shared_bytes=SHARED_LIMIT_BYTES)
+
+
+def step_defines(
+    format: str, columns: int, slice_count: int, tile: Tiles, *, norm: int, residual: bool
+) -> list[tuple[str, int]]:
+    """The compile-time constants of one variant of linear.cu."""
+    return [
+        ("FORMAT", FORMAT_CODES[format]),
+        ("K_", columns),
+        ("S", slice_count),
+        *((name, getattr(tile, name)) for name in ("WM", "MT", "NT", "DEPTH")),
+        ("NORM", norm),
+        ("RESIDUAL", int(residual)),
+    ]
+
+
+@cache
+def _norm_kernel(device: int, gated: bool) -> nvrtc.Kernel:
+    defines = [("NORM_KERNEL", 1), ("GATED_", int(gated))]
+    return nvrtc.load(nvrtc.source("linear.cu"), "norm", defines, threads=128, shared_bytes=0)
+
+
+def _rows16(x: Tensor) -> Tensor:
+    """x with unit inner stride and rows that begin at multiples of 16 bytes."""
+    aligned = x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return x if aligned else x.contiguous()
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _long(value: int) -> ctypes.c_longlong:
+    return ctypes.c_longlong(value)
