@@ -1,8 +1,8 @@
 """Batches for training the demo model: rows of text, and rows of conversations with facts and questions.
 
 A row is `row_tokens + 2` tokens: the inputs, and the targets of both heads. Documents are packed one after
-another, each behind its `<s>`. Every token carries a tag that says how its prediction counts: text, the answer
-of a task, other chat tokens, or not at all (filler between a fact and its question, which is training text
+another, each behind its `<s>`. Every token carries a tag that says how its prediction counts: text, the reply
+to a question, other chat tokens, or not at all (filler between a fact and its question, which is training text
 that must not be learned by heart here).
 
 `Mix` is the knob the trainer turns while worker processes draw: the share of text rows, and how far apart facts
@@ -102,7 +102,7 @@ class Transcript:
         self.text(f"{role}\n", CHAT)
         for text, tag in pieces:
             self.text(text, tag)
-        self.special(TURN_END, CHAT)
+        self.special(TURN_END, pieces[-1][1])
         self.special(self._encoder.newline, SILENT)
 
     def user(self, lines: Sequence[tuple[str, int]]) -> None:
@@ -160,7 +160,7 @@ class Conversation:
 
     def _ask(self, query: Query) -> None:
         self._say(query.question, CHAT)
-        self._reply([(query.before, CHAT), (query.answer, ANSWER), (query.after, CHAT)])
+        self._reply([(query.before, ANSWER), (query.answer, ANSWER), (query.after, ANSWER)])
 
     def _reply(self, pieces: Sequence[tuple[str, int]]) -> None:
         self._out.user(self._said)

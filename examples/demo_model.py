@@ -263,7 +263,7 @@ def make_mixer(letter: str, config: DemoConfig) -> nn.Module:
 
 
 class Block(nn.Module):
-    """hidden + dropout(mixer(norm(hidden))). keep: [B, 1, 1], how much of each row's dropout input survives."""
+    """hidden + dropout(mixer(norm(hidden))). keep: [B, 1, 1], the part that each row's dropout lets through."""
 
     def __init__(self, letter: str, config: DemoConfig) -> None:
         super().__init__()
@@ -275,9 +275,10 @@ class Block(nn.Module):
 
 
 class MTPHead(nn.Module):
-    """Guesses the token after next from the final hidden state and the next token's embedding, in that order
+    """Guesses the token after next from the final hidden state and the next token's embedding.
 
-    of time but with the embedding first in `eh_proj`."""
+    The embedding is the first half of what `eh_proj` reads; the hidden state comes from behind `norm_f`.
+    """
 
     def __init__(self, config: DemoConfig) -> None:
         super().__init__()
@@ -290,7 +291,8 @@ class MTPHead(nn.Module):
 
     def forward(self, embedded: Tensor, hidden: Tensor, keep: Tensor | None = None) -> Tensor:
         first, last = self.layers
-        hidden = first.eh_proj(torch.cat([first.enorm(embedded), first.hnorm(hidden)], dim=-1))
+        both = torch.cat([first.enorm(embedded), first.hnorm(hidden)], dim=-1)
+        hidden = first.eh_proj(both).to(hidden.dtype)  # under autocast, the residual stream stays float32
         return last.final_layernorm(last(first(hidden, keep), keep))
 
 
@@ -336,14 +338,14 @@ class DemoModel(nn.Module):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Unit gain in, 1/√depth out, so that the residual stream starts with unit scale at any depth."""
+        """Unit gain in, 1/√depth out, so that the residual stream has about unit scale at any depth."""
         depth = len(self.backbone.layers) + len(self.mtp.layers)
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 continue
             out = name.endswith(("out_proj.weight", "o_proj.weight", "down_proj", "down_proj.weight"))
             parameter.normal_(std=parameter.shape[-1] ** -0.5 * (depth**-0.5 if out else 1.0))
-        self.backbone.embeddings.weight.normal_(std=0.1)
+        self.backbone.embeddings.weight.normal_(std=0.5)
         self.lm_head.weight.normal_(std=0.02)
         for module in self.modules():
             if isinstance(module, Mamba2):

@@ -32,7 +32,8 @@ its weights are trained, so errors that random weights hide show up as lost reca
 Public-domain English: the King James Bible, plays of Shakespeare, addresses of presidents of the United States.
 Mixed with conversations made by code (`examples/demo_data.py`, seed {seed}): a pet's name, who is older, the colour
 of a thing, values of a list, a quotation, stated and asked for up to {gap} tokens later. Held out: whole chapters,
-one whole play, whole speeches, and a tenth of all combinations of entities, each picked by hash.
+one whole play, whole speeches, and a tenth of all combinations of entities, each picked by hash. Some
+training documents, picked likewise, were kept aside to choose the best snapshot.
 
 ## Training
 

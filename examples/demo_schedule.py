@@ -58,18 +58,18 @@ def small(settings: Settings) -> Settings:
         intermediate_size=128,
         n_routed_experts=4,
         moe_shared_expert_intermediate_size=128,
-        max_position_embeddings=512,
+        max_position_embeddings=256,
     )
     return replace(
         settings,
         model=model,
-        rows=4,
-        row_tokens=512,
+        rows=2,
+        row_tokens=256,
         warmup_steps=2,
         exams=1,
         cases=2,
-        exam_documents=3,
-        longest_gap_tokens=200,
+        exam_documents=2,
+        longest_gap_tokens=64,
     )
 
 

@@ -40,7 +40,7 @@ MTP_SHARD = "mtp.safetensors"
 # writing ----------------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def _made(layout: str, seed: int) -> tuple[Layout, dict[str, Tensor], dict[str, Tensor]]:
     """(layout, tensors as stored by name without prefix, the float32 values they stand for)."""
     made = next(maker for maker in MAKERS if maker.__name__ == layout)()

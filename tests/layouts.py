@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantised import Quantised, fp8_block, fp8_channel, fp8_tensor, nvfp4, nvfp4_packed
-from random_models import letters, random_tensors, small_config
+from random_models import letters, small_config, tensor_shapes
 
 Quantiser = Callable[[Tensor], Quantised]
 
@@ -90,7 +90,7 @@ def _listed(kinds: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 def projections(config: Mapping[str, Any]) -> list[str]:
     """Names of all projections, embeddings and lm_head included, without `.weight`."""
     norms = ("norm", "conv1d", "gate", "norm_f", "enorm", "hnorm", "final_layernorm")
-    names = (n.removesuffix(".weight") for n in random_tensors(config) if n.endswith(".weight"))
+    names = (n.removesuffix(".weight") for n in tensor_shapes(config) if n.endswith(".weight"))
     return [name for name in names if name.split(".")[-1] not in norms]
 
 
@@ -154,8 +154,8 @@ def super_nvfp4() -> Layout:
         moe_shared_expert_overlap=False,
         mtp_hybrid_override_pattern="*E",
         num_nextn_predict_layers=1,
-        n_routed_experts=16,
-        num_experts_per_tok=4,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
         routed_scaling_factor=5.0,
         time_step_limit=[0.0, math.inf],
         transformers_version="4.57.1",
@@ -288,7 +288,7 @@ def h_8b_bf16() -> Layout:
 
 
 def puzzle_bf16() -> Layout:
-    moe = {"block_type": "moe", "n_routed_experts": 16, "moe_latent_size": 64}
+    moe = {"block_type": "moe", "n_routed_experts": 8, "moe_latent_size": 64}
     blocks = [
         {"block_type": "mamba"},
         {**moe, "moe_intermediate_size": 64, "num_experts_per_tok": 4},
@@ -334,8 +334,8 @@ def ultra_bf16() -> Layout:
         moe_latent_size=64,
         mtp_layers_block_type=["attention", "moe"],
         num_nextn_predict_layers=1,
-        n_routed_experts=16,
-        num_experts_per_tok=4,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
         norm_eps=1e-05,
         routed_scaling_factor=5.0,
         time_step_limit=[0.0, 1e308],
@@ -401,7 +401,7 @@ def block_scale_inv() -> Layout:
 
 
 def modelopt_fp8_block() -> Layout:
-    quant = _modelopt("FP8_PB_WO", version="0.40.0", exclude_modules=["lm_head", "*conv1d*"])
+    quant = _modelopt("FP8_PB_WO", version="0.40.0", kv_cache_quant_algo=None, exclude_modules=["lm_head", "*conv1d*"])
     quantiser = functools.partial(fp8_block, four=True)
     return Layout(
         small_config("M-*-", hidden_size=256),
@@ -411,7 +411,9 @@ def modelopt_fp8_block() -> Layout:
 
 
 def modelopt_fp8_channel() -> Layout:
-    quant = _modelopt("FP8_PER_CHANNEL_PER_TOKEN", version="0.40.0", exclude_modules=["lm_head"])
+    quant = _modelopt(
+        "FP8_PER_CHANNEL_PER_TOKEN", version="0.40.0", kv_cache_quant_algo=None, exclude_modules=["lm_head"]
+    )
     return Layout(small_config("M-*-"), lambda name: None if name in ("lm_head", "embeddings") else fp8_channel, quant)
 
 

@@ -68,7 +68,7 @@ def _nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scale = (blocks.abs().amax(-1) / 6).clamp(2**-9, 448).to(E4M3)
     steps = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     scaled = blocks / scale.float()[..., None]
-    nearest = (scaled.abs()[..., None] - steps).abs().argmin(-1)
+    nearest = torch.bucketize(scaled.abs(), (steps[1:] + steps[:-1]) / 2)
     values = steps[nearest] * torch.where(scaled < 0, -1.0, 1.0) * scale.float()[..., None]
     codes = (nearest + 8 * (scaled < 0)).reshape(rows, columns).to(torch.uint8)
     return codes[:, 0::2] + 16 * codes[:, 1::2], values.reshape(rows, columns), scale, largest

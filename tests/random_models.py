@@ -112,9 +112,31 @@ class Draw:
         return torch.rand(shape, generator=self.generator) * (high - low) + low
 
 
+class Shapes(Draw):
+    """Tensors without data, where only names and shapes are wanted."""
+
+    def __init__(self) -> None:
+        pass
+
+    def normal(self, *shape: int, std: float = 0.05, mean: float = 0.0) -> Tensor:
+        return torch.empty(shape, device="meta")
+
+    def uniform(self, low: float, high: float, *shape: int) -> Tensor:
+        return torch.empty(shape, device="meta")
+
+
 def random_tensors(config: Mapping[str, Any], *, seed: int = 0) -> dict[str, Tensor]:
     """float32 tensors of a model by name without prefix, experts one by one."""
-    draw, hidden, vocab = Draw(seed), config["hidden_size"], config["vocab_size"]
+    return _tensors(config, Draw(seed))
+
+
+def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shapes of `random_tensors`."""
+    return {name: tuple(tensor.shape) for name, tensor in _tensors(config, Shapes()).items()}
+
+
+def _tensors(config: Mapping[str, Any], draw: Draw) -> dict[str, Tensor]:
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
     tensors = {"embeddings.weight": draw.normal(vocab, hidden)}
     for index, letter in enumerate(letters(config)):
         tensors |= _layer(f"layers.{index}", letter, _block(config, index, mtp=False), draw=draw)

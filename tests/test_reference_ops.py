@@ -9,15 +9,15 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import Tensor
+
+import oracle
 from nemotron_mamba2.batch import Rows
 from nemotron_mamba2.errors import FormatError, ShapeError
 from nemotron_mamba2.formats import FORMATS as PACKAGE_FORMATS
 from nemotron_mamba2.formats import dequantize
 from nemotron_mamba2.ops import LayerState, Linear, backend, reference
 from nemotron_mamba2.state import StatePool
-from torch import Tensor
-
-import oracle
 from oracle import D80, FORMATS, ODD, S96, S256, SMALL, TINY, error, few, same_bits
 from tolerances import BF16, FP16, FP32, tolerance
 
@@ -68,7 +68,9 @@ def test_dequantize_of_every_format_equals_decoding_by_hand() -> None:
 
 def test_every_code_of_e2m1_and_e4m3_decodes_to_its_value() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
-    assert torch.equal(oracle.e4m3_values(codes).nan_to_num(7e7), codes.view(torch.float8_e4m3fn).double().nan_to_num(7e7))
+    assert torch.equal(
+        oracle.e4m3_values(codes).nan_to_num(7e7), codes.view(torch.float8_e4m3fn).double().nan_to_num(7e7)
+    )
     pairs = oracle.e2m1_values(codes).view(-1, 2)
     grid = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
     assert pairs.tolist() == [[grid[c % 16], grid[c // 16]] for c in range(256)]
@@ -148,7 +150,9 @@ def test_linear_w8a8_multiplies_e4m3_activations(format: str, kind: str, dtype: 
     x = randn(9, 208, seed=8, dtype=dtype)
     x[4] *= 30  # saturates under the static scale
     x[5] = 0
-    scale = weight.input_scale.double() if kind == "fp8_static" else (x.float().abs().amax(-1, keepdim=True) / 448).double()
+    scale = (
+        weight.input_scale.double() if kind == "fp8_static" else (x.float().abs().amax(-1, keepdim=True) / 448).double()
+    )
     scale = scale.clamp(min=1e-30)
     truth = (oracle.to_e4m3(x.double() / scale) * scale) @ oracle.decoded(weight).T
     for reproducible in (True, False):
@@ -290,16 +294,12 @@ def test_scan_from_a_boundary_state(shape, dtype, counts, start, window, reprodu
     places = [position] * len(counts)
     rows = rows_at([2, 0, 1][: len(counts)], counts, places, places)
     out = torch.full((T, H * P), NAN, dtype=dtype)
-    found = reference.scan(
-        xbc, dt, state, rows, A_log=weights.A_log, D=weights.D, reproducible=reproducible, out=out
-    )
+    found = reference.scan(xbc, dt, state, rows, A_log=weights.A_log, D=weights.D, reproducible=reproducible, out=out)
     assert found is out
     expected = []
     for slot, n, part, steps in zip(rows.slots, counts, xbc.split(counts), dt.split(counts), strict=True):
         kept = {position: starts[slot]}
-        y, _ = scan_truth(
-            config, weights, part, steps, starts[slot], position=position, window_rows=window, kept=kept
-        )
+        y, _ = scan_truth(config, weights, part, steps, starts[slot], position=position, window_rows=window, kept=kept)
         expected.append(y.flatten(1))
         last = (position + n) // window * window
         assert error(state.ssm[slot], kept[last]) <= tolerance("state"), (slot, last)
@@ -307,14 +307,14 @@ def test_scan_from_a_boundary_state(shape, dtype, counts, start, window, reprodu
 
 
 def step_args(config, weights) -> dict:
-    return dict(
-        conv_weight=weights.conv1d_weight,
-        conv_bias=weights.conv1d_bias,
-        dt_bias=weights.dt_bias,
-        A_log=weights.A_log,
-        D=weights.D,
-        time_step_limit=config.time_step_limit,
-    )
+    return {
+        "conv_weight": weights.conv1d_weight,
+        "conv_bias": weights.conv1d_bias,
+        "dt_bias": weights.dt_bias,
+        "A_log": weights.A_log,
+        "D": weights.D,
+        "time_step_limit": config.time_step_limit,
+    }
 
 
 @pytest.mark.parametrize("dtype", ACTIVATIONS, ids=str)
@@ -323,7 +323,10 @@ def step_args(config, weights) -> dict:
 def test_step_of_several_slots(shape: str, dtype: torch.dtype, window: int) -> None:
     """40 rows in steps of 1 to 8, two live slots and a pad row between them."""
     config = SHAPES[shape]
-    weights, pool = oracle.mamba2_weights(config, seed=4), StatePool(config, layers=1, slots=2, dtype=dtype, window_rows=window)
+    weights, pool = (
+        oracle.mamba2_weights(config, seed=4),
+        StatePool(config, layers=1, slots=2, dtype=dtype, window_rows=window),
+    )
     slots = pool.acquire(2)
     state = pool.layer_state(0)
     H = config.mamba_num_heads

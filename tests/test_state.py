@@ -22,6 +22,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from torch import Tensor
+
+import oracle
 from nemotron_mamba2.batch import Batch
 from nemotron_mamba2.config import Mamba2Config
 from nemotron_mamba2.errors import (
@@ -34,10 +37,22 @@ from nemotron_mamba2.errors import (
     StateError,
 )
 from nemotron_mamba2.state import Snapshot, StateLayout, StatePool
-from torch import Tensor
-
-import oracle
-from oracle import D80, ODD, S96, S256, SMALL, TINY, Rig, Sequence64, few, mixer_error, pool_bytes, rig, same_bits, unchanged
+from oracle import (
+    D80,
+    ODD,
+    S96,
+    S256,
+    SMALL,
+    TINY,
+    Rig,
+    Sequence64,
+    few,
+    mixer_error,
+    pool_bytes,
+    rig,
+    same_bits,
+    unchanged,
+)
 from tolerances import BF16, FP16, FP32, tolerance
 
 
@@ -45,7 +60,9 @@ def exact() -> Rig:
     return rig("SMALL", "bf16", FP32, reproducible=True)
 
 
-def loaded(r: Rig, slots: int = 4, rows: tuple[int, ...] = (20, 33, 5), **settings: object) -> tuple[StatePool, list[int]]:
+def loaded(
+    r: Rig, slots: int = 4, rows: tuple[int, ...] = (20, 33, 5), **settings: object
+) -> tuple[StatePool, list[int]]:
     """A pool with a few sequences in it."""
     pool = r.pool(slots=slots, **settings)
     taken = pool.acquire(len(rows))
@@ -135,11 +152,20 @@ def test_a_pool_that_cannot_be_is_refused(wrong: dict) -> None:
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [TINY, D80, S256, S96, SMALL, ODD], ids=["TINY", "D80", "S256", "S96", "SMALL", "ODD"])
+@pytest.mark.parametrize(
+    "config", [TINY, D80, S256, S96, SMALL, ODD], ids=["TINY", "D80", "S256", "S96", "SMALL", "ODD"]
+)
 @pytest.mark.parametrize("state_dtype", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize(("dtype", "window", "draft"), [(BF16, 16, 8), (FP32, 16, 1), (BF16, 1, 1), (BF16, 16, 16)])
 def test_bytes_are_known_before_and_are_what_is_allocated(config, state_dtype, dtype, window, draft) -> None:
-    settings = dict(layers=2, slots=3, dtype=dtype, state_dtype=state_dtype, window_rows=window, draft_rows=draft)
+    settings = {
+        "layers": 2,
+        "slots": 3,
+        "dtype": dtype,
+        "state_dtype": state_dtype,
+        "window_rows": window,
+        "draft_rows": draft,
+    }
     pool = StatePool(config, **settings)
     storages = {}
     for layer in range(2):

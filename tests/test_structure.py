@@ -29,7 +29,6 @@ ORDER = [
     "names",
     "checkpoint",
     "ops",
-    "quantize",
     "plan",
     "state",
     "layer",
@@ -38,6 +37,7 @@ ORDER = [
     "sampling",
     "chat",
     "generate",
+    "quantize",
     "engine",
     "server",
     "adapters",
@@ -55,13 +55,13 @@ THIRD_PARTY_HOMES = {
     "fastapi": ("server/",),
     "uvicorn": ("server/",),
     "huggingface_hub": ("checkpoint",),
-    "click": ("cli.py",),
-    "rich": ("cli.py",),
+    "click": ("cli/",),
+    "rich": ("cli/",),
 }
 ENVIRONMENT_HOMES = ("config.py",)
 CUDA_GRAPH_HOMES = ("graph.py",)
 # Imports inside functions: the lazy back end, the lazy package surface, and optional packages.
-LOCAL_IMPORT_HOMES = ("ops/__init__.py", "__init__.py", "server/", "adapters/", "cli.py")
+LOCAL_IMPORT_HOMES = ("ops/__init__.py", "__init__.py", "server/", "adapters/", "cli/")
 LOCAL_IMPORTS_ANYWHERE = ("huggingface_hub",)  # optional, and asked for only when a hub id is given
 PUBLIC_NAMES_ONLY = ("server/", "adapters/")
 
@@ -296,7 +296,7 @@ def test_arguments_past_the_third_are_keywords():
     findings = []
     for source in sources():
         for function, around in source.functions():
-            if function.name.startswith("_") or source.path == "cli.py" or at_home(source.path, OPERANDS):
+            if function.name.startswith("_") or at_home(source.path, ("cli/", *OPERANDS)):
                 continue
             positional = [
                 a.arg for a in (*function.args.posonlyargs, *function.args.args) if a.arg not in ("self", "cls")

@@ -105,7 +105,9 @@ class Model:
             config = replace(config, mtp_layers=())
         weights = load_model(directory, device=device, mtp=mtp, progress=progress)
         tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
-        return cls(NemotronH(config, weights, plan_model(config, weights, policy, device=device)), tokenizer, policy=policy)
+        return cls(
+            NemotronH(config, weights, plan_model(config, weights, policy, device=device)), tokenizer, policy=policy
+        )
 
     def explain(self) -> str:
         """The plan, as text: what runs, weight copies, memory, and the reasons."""

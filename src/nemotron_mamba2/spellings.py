@@ -64,11 +64,10 @@ def read_json(file: Path, error: type[NemotronMamba2Error] = ConfigError) -> dic
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """`object_pairs_hook` that refuses a key given twice, where `json` would keep the last. Raises: ValueError."""
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"key {name!r} is given twice")
-        found[name] = value
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(name for name in found if names.count(name) > 1)!r} is given twice")
     return found
 
 

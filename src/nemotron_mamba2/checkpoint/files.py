@@ -102,13 +102,22 @@ def _index(directory: Path) -> dict[str, str] | None:
     weight_map = read_json(file, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{file}: expected weight_map, an object of tensor → file, found {_kind(weight_map)}")
-    for name, shard in weight_map.items():
-        plain = isinstance(shard, str) and shard.endswith(".safetensors") and shard.isprintable()
-        if not plain or Path(shard).is_absolute() or ".." in Path(shard).parts or "\\" in shard:
-            raise CheckpointError(
-                f"{file}: weight_map sends {name!r} to {shard!r}; expected a safetensors file in this directory"
-            )
+    shards: dict[Any, str] = {
+        shard if isinstance(shard, str) else repr(shard): name for name, shard in weight_map.items()
+    }
+    for shard, name in shards.items():
+        if isinstance(weight_map[name], str) and _is_plain(shard):
+            continue
+        raise CheckpointError(
+            f"{file}: weight_map sends {name!r} to {weight_map[name]!r}; expected a safetensors file in this directory"
+        )
     return weight_map
+
+
+def _is_plain(shard: str) -> bool:
+    path = Path(shard)
+    inside = not path.is_absolute() and ".." not in path.parts and "\\" not in shard
+    return inside and path.suffix == ".safetensors" and shard.isprintable()
 
 
 def _files(directory: Path, index: dict[str, str] | None) -> list[Path]:
@@ -140,14 +149,16 @@ def _inside(directory: Path, file: Path) -> None:
 
 
 def _compare(index: dict[str, str], tensors: dict[str, TensorEntry]) -> None:
+    names = {shard: Path(shard).name for shard in set(index.values())}
     for name, shard in index.items():
         entry = tensors.get(name)
-        if entry is None or entry.file.name != Path(shard).name:
+        if entry is None or entry.file.name != names[shard]:
             found = "no file holds it" if entry is None else f"{entry.file.name} holds it"
             raise CheckpointError(f"{name!r}: the index says {shard}, but {found}; fetch both again")
-    for name, entry in tensors.items():
-        if name not in index and entry.file.name != MTP_FILE:
-            raise CheckpointError(f"{entry}: in the file, but not in the index; fetch both again")
+    if len(index) < len(tensors):
+        for name, entry in tensors.items():
+            if name not in index and entry.file.name != MTP_FILE:
+                raise CheckpointError(f"{entry}: in the file, but not in the index; fetch both again")
 
 
 # headers ----------------------------------------------------------------------------------------------------------
@@ -176,7 +187,9 @@ def read_header(file: Path) -> list[TensorEntry]:
         raise CheckpointError(f"{file}: corrupt header: {' '.join(str(e).split())[:200]}; fetch it again") from e
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: corrupt header: expected an object, found {_kind(header)}; fetch it again")
-    header.pop("__metadata__", None)
+    notes = header.pop("__metadata__", {})
+    if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
+        raise CheckpointError(f"{file}: corrupt header: expected __metadata__ of strings; fetch it again")
     placed = sorted((_entry(file, name, value) for name, value in header.items()), key=lambda pair: pair[0])
     _check_cover(file, placed, size - 8 - length)
     return [entry for _, entry in placed]

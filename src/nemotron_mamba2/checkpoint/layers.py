@@ -63,14 +63,7 @@ def _attention(reader: Reader, mixer: str, config: AttentionConfig, *, norm: Ten
     hidden = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
-    # ModelOpt hangs the scales of an FP8 KV cache on the projections, compressed-tensors on the mixer.
-    scales = {
-        f"{which}_scale": reader.optional_scalar(f"{mixer}.{which}_proj.{which}_scale", f"{mixer}.{which}_scale")
-        for which in "kv"
-    }
-    if (scales["k_scale"] is None) != (scales["v_scale"] is None):
-        missing = next(name for name, value in scales.items() if value is None)
-        raise CheckpointError(f"{mixer}: {missing} is missing, but the other scale of the KV cache is there")
+    scales = _kv_scales(reader, mixer)
     if scales["k_scale"] is None and reader.recipe is not None and reader.recipe.kv_fp8 and mixer.startswith("layers."):
         reader.surprises[KV_UNSCALED].append(mixer)
     return AttentionWeights(
@@ -81,6 +74,16 @@ def _attention(reader: Reader, mixer: str, config: AttentionConfig, *, norm: Ten
         o_proj=reader.projection(f"{mixer}.o_proj", hidden, queries),
         **scales,
     )
+
+
+def _kv_scales(reader: Reader, mixer: str) -> dict[str, Tensor | None]:
+    """The scales of an FP8 KV cache; ModelOpt hangs them on the projections, compressed-tensors on the mixer."""
+    scales: dict[str, Tensor | None] = {"k_scale": None, "v_scale": None}
+    for k, v in ((f"{mixer}.k_proj.k_scale", f"{mixer}.v_proj.v_scale"), (f"{mixer}.k_scale", f"{mixer}.v_scale")):
+        if k in reader.unread or v in reader.unread:
+            scales = {"k_scale": reader.scalar(k), "v_scale": reader.scalar(v)}
+            break
+    return scales
 
 
 def _moe(reader: Reader, mixer: str, config: MoeConfig, *, norm: Tensor) -> MoeWeights:

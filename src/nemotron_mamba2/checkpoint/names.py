@@ -69,7 +69,7 @@ SKIP_RULES: tuple[SkipRule, ...] = (
 )
 MTP_UNUSED = SkipRule("mtp", "the multi-token-prediction head is not used", re.compile(r"mtp\."))
 STRAY_INPUT_SCALE = SkipRule(
-    "w4a16-input-scale",
+    "weight-only-input-scale",
     "the config says that this projection's activations stay bf16, so their scale has no meaning",
     re.compile(r".*\.(?:input_scale|input_global_scale)$"),
 )

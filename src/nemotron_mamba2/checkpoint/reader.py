@@ -54,13 +54,16 @@ class Reader:
 
     def take(self, name: str) -> tuple[TensorEntry, Tensor]:
         """A tensor and its entry, where the files keep it (on the CPU, or on meta)."""
-        if name not in self.unread:
-            raise CheckpointError(f"{name}: missing; fetch the checkpoint again, or check config.json")
-        self.unread.discard(name)
-        entry = self.tensors[name]
+        entry = self._claim(name)
         tensor = self._fetch(entry)
         self._taken(entry.nbytes)
         return entry, tensor
+
+    def _claim(self, name: str) -> TensorEntry:
+        if name not in self.unread:
+            raise CheckpointError(f"{name}: missing; fetch the checkpoint again, or check config.json")
+        self.unread.discard(name)
+        return self.tensors[name]
 
     def vector(self, name: str, *shape: int, dtypes: tuple[str, ...] = _VECTOR_DTYPES) -> Tensor:
         """A plain tensor of this shape as fp32 on the device."""
@@ -71,12 +74,9 @@ class Reader:
             )
         return tensor.to(self.device, torch.float32)
 
-    def optional_scalar(self, *names: str) -> Tensor | None:
-        """The scalar under the first of these names that is there, as fp32 [], or None."""
-        for name in names:
-            if name in self.unread:
-                return scalar(*self.take(name)).to(self.device)
-        return None
+    def scalar(self, name: str) -> Tensor:
+        """One number, as fp32 [] on the device."""
+        return scalar(*self.take(name)).to(self.device)
 
     # projections
 
@@ -131,14 +131,17 @@ class Reader:
             _expect_shape(entry, entry.shape, like[1][suffix].shape)
 
     def _stack(self, modules: list[str], suffix: str, name: str) -> Tensor:
-        out: Tensor | None = None
-        for index, module in enumerate(modules):
+        entry, first = self.take(f"{modules[0]}.{suffix}")
+        first = prepare(suffix, name, entry=entry, tensor=first)
+        out = torch.empty((len(modules), *first.shape), dtype=first.dtype, device=self.device)
+        if self.device.type == "meta":  # the experts were compared before, and there is nothing to copy
+            for module in modules[1:]:
+                self._taken(self._claim(f"{module}.{suffix}").nbytes)
+            return out
+        out[0].copy_(first)
+        for index, module in enumerate(modules[1:], start=1):
             entry, tensor = self.take(f"{module}.{suffix}")
-            tensor = prepare(suffix, name, entry=entry, tensor=tensor)
-            if out is None:
-                out = torch.empty((len(modules), *tensor.shape), dtype=tensor.dtype, device=self.device)
-            out[index].copy_(tensor)
-        assert out is not None  # there is at least one expert
+            out[index].copy_(prepare(suffix, name, entry=entry, tensor=tensor))
         return out
 
     def _finish(

@@ -82,10 +82,9 @@ class Recipe:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Whether a pattern of a config names a module: exactly, as a part of its path, by wildcard, or `re:` regex."""
+    """Whether a pattern, made canonical, names a module: exactly, as a part of its path, by wildcard, or `re:` regex."""
     if pattern.startswith("re:"):
         return any(re.match(pattern[3:], prefix + module) for prefix in ("", "backbone.", "model."))
-    pattern = canonical(pattern).rstrip(".")
     if "*" in pattern:
         bare = pattern.removesuffix("*")
         return fnmatchcase(module, pattern) or module == bare or module.startswith(bare.rstrip(".") + ".")
@@ -130,10 +129,10 @@ def _recipe(raw: Any, source: str) -> Recipe:
         raise ConfigError(f"{source}: quant_algo: expected a name, found {algorithm!r}")
     layers = {
         canonical(name): _algorithm(_object(entry, f"{source}: quantized_layers: {name!r}").get("quant_algo"))
-        for name, entry in _object(raw.get("quantized_layers") or {}, f"{source}: quantized_layers").items()
+        for name, entry in _object(raw.get("quantized_layers", {}), f"{source}: quantized_layers").items()
     }
     # With an algorithm named, the groups of a ModelOpt file only say the same again, less exactly.
-    groups = () if algorithm else _groups(raw.get("config_groups") or {}, source)
+    groups = () if algorithm else _groups(raw.get("config_groups", {}), source)
     excludes = (*_names(raw, "exclude_modules", source), *_names(raw, "ignore", source))
     excludes += _names(raw, "modules_to_not_convert", source)
     kv = raw.get("kv_cache_quant_algo") or raw.get("kv_cache_scheme")
@@ -160,7 +159,7 @@ def _groups(raw: Any, source: str) -> tuple[tuple[tuple[str, ...], Advice], ...]
     for name, entry in _object(raw, f"{source}: config_groups").items():
         where = f"{source}: config_groups: {name}"
         group = _object(entry, where)
-        weights = _object(group.get("weights") or {}, f"{where}: weights")
+        weights = _object(group.get("weights", {}), f"{where}: weights")
         inputs = group.get("input_activations")
         dynamic = None if inputs is None else _object(inputs, f"{where}: input_activations").get("dynamic", False)
         form: str | None
@@ -182,6 +181,7 @@ def _groups(raw: Any, source: str) -> tuple[tuple[tuple[str, ...], Advice], ...]
 
 
 def _names(raw: Mapping[str, Any], key: str, source: str) -> tuple[str, ...]:
+    """Patterns of module names, made canonical once: each is compared with thousands of experts."""
     value = raw.get(key) or []
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
         raise ConfigError(f"{source}: {key}: expected a list of module names, found {str(value)[:100]!r}")
@@ -191,7 +191,7 @@ def _names(raw: Mapping[str, Any], key: str, source: str) -> tuple[str, ...]:
                 re.compile(entry[3:])
             except re.error as e:
                 raise ConfigError(f"{source}: {key}: {entry!r} is not a regular expression: {e}") from e
-    return tuple(value)
+    return tuple(entry if entry.startswith("re:") else canonical(entry).rstrip(".") for entry in value)
 
 
 def _object(value: Any, where: str) -> Mapping[str, Any]:

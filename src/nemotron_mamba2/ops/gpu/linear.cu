@@ -9,21 +9,15 @@
 //   S        slices of K, one warp each                                      DEPTH chunks of weights in flight per warp
 //
 // The K order inside an mma is ours to choose: in a chunk of 64 inputs, thread t of a quad takes inputs 16t..16t+15 of
-// its row, four per k16 step. So a plain row-major bf16 or e4m3 row loads as 16-byte words straight into fragments, and
-// the 16 inputs of a thread are exactly one NVFP4 scale block. NVFP4 is repacked once at load (`linear.py: pack`).
+// its row (bf16: 8t..8t+7 and 32+8t..32+8t+7), four per k16 step. So a plain row-major bf16 or e4m3 row loads as 16-byte
+// words straight into fragments, whole sectors at a time, and the 16 inputs of a thread are exactly one NVFP4 scale block. NVFP4 is repacked once at load (`linear.py: pack`).
 //
 // Unpacking is exact: e4m3 and e2m1 bits are moved into bf16 fields and multiplied by a power of two; e2m1 × e4m3 block
 // scale has at most 6 significant bits, so it is a bf16 value. The remaining scale is applied to the fp32 sum.
 //
 // FORMAT 0 bf16 · 1 e4m3, one scale · 2 e4m3, scale per row · 3 e4m3, scale per 128×128 block · 4 nvfp4
 // NORM   0 x is read as it is · 1 RMSNorm of x · 2 RMSNorm over groups of x·silu(z)         (1, 2: the block norms its
-//        rows into shared memory, by the same function as the kernel `norm`)
-
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-
-#define DEVICE __device__ __forceinline__
+//        rows into shared memory, by the same function as the kernel `norm_rows`)
 
 DEVICE u32 bf16x2_times(u32 a, u32 b) {  // exact products; −0 keeps signs; fma exists from sm_80 on, mul does not
   u32 r;
@@ -40,81 +34,100 @@ DEVICE uint4 stream16(const void* p) {  // read once: do not keep in L1
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-DEVICE float low(u32 v) { return __uint_as_float(v << 16); }
-DEVICE float high(u32 v) { return __uint_as_float(v & 0xFFFF0000u); }
-DEVICE float widen(u16 v) { return __uint_as_float((u32)v << 16); }
-DEVICE u32 narrow2(float lo, float hi) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo));
-  return r;
-}
-DEVICE u16 narrow(float v) { return (u16)narrow2(v, 0.f); }
-DEVICE float silu(float z) { return z / (1.f + __expf(-z)); }
-DEVICE float warp_sum(float v) {
-#pragma unroll
-  for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(0xFFFFFFFFu, v, d);
-  return v;
-}
-#if __CUDA_ARCH__ >= 900
-DEVICE void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;"); }
-#else
-DEVICE void wait_for_inputs() {}
-DEVICE void let_next_start() {}
-#endif
 
 // -- norms ------------------------------------------------------------------------------------------------------------
+//
+// A row is summed in SPANS: its groups, or eighths of it when it has but one group. One warp sums a span (lanes, then xor
+// 16, 8, 4, 2, 1), spans of one group are added in order. Everything a thread needs is in flight at once.
 
-// Eight values of x, or of x·silu(z), as fp32.
+constexpr int SPANS = GROUPS == 1 ? 8 : GROUPS, SPAN = K_ / SPANS, VECTORS = (SPAN / 8 + 31) / 32;
+
 template <bool GATED>
-DEVICE void load8(const u16* x, const u16* z, float* v) {
-  uint4 a = *(const uint4*)x;
-  const u32* w = (const u32*)&a;
+DEVICE void load_span(const u16* x, const u16* z, float (*v)[8]) {
+  int lane = threadIdx.x & 31;
 #pragma unroll
-  for (int i = 0; i < 4; i++) { v[2 * i] = low(w[i]); v[2 * i + 1] = high(w[i]); }
-  if (GATED) {
-    uint4 b = *(const uint4*)z;
-    const u32* s = (const u32*)&b;
+  for (int i = 0; i < VECTORS; i++) {
+    int at = 8 * (lane + 32 * i);
+    uint4 a = make_uint4(0, 0, 0, 0), b = a;
+    if (at < SPAN) {
+      a = *(const uint4*)(x + at);
+      if (GATED) b = *(const uint4*)(z + at);
+    }
+    const u32 *w = (const u32*)&a, *s = (const u32*)&b;
 #pragma unroll
-    for (int i = 0; i < 4; i++) { v[2 * i] *= silu(low(s[i])); v[2 * i + 1] *= silu(high(s[i])); }
+    for (int j = 0; j < 4; j++) {
+      v[i][2 * j] = GATED ? low(w[j]) * silu(low(s[j])) : low(w[j]);
+      v[i][2 * j + 1] = GATED ? high(w[j]) * silu(high(s[j])) : high(w[j]);
+    }
   }
 }
-
-// One warp norms `width` consecutive values (a row, or one group of it) into out. width is a multiple of 8.
-template <bool GATED>
-DEVICE void norm_span(const u16* x, const u16* z, const float* weight, u16* out, int width, float eps) {
-  int lane = threadIdx.x & 31;
-  float v[8], sum = 0.f;
-  for (int i = 8 * lane; i < width; i += 256) {
-    load8<GATED>(x + i, z + i, v);
+DEVICE float span_sum(const float (*v)[8]) {
+  float sum = 0.f;
 #pragma unroll
-    for (int j = 0; j < 8; j++) sum += v[j] * v[j];
-  }
-  float scale = rsqrtf(warp_sum(sum) / (float)width + eps);
-  for (int i = 8 * lane; i < width; i += 256) {
-    load8<GATED>(x + i, z + i, v);
-    float4 w0 = *(const float4*)(weight + i), w1 = *(const float4*)(weight + i + 4);
+  for (int i = 0; i < VECTORS; i++)
+#pragma unroll
+    for (int j = 0; j < 8; j++) sum = fmaf(v[i][j], v[i][j], sum);
+  return warp_sum(sum);
+}
+DEVICE void store_span(const float (*v)[8], float scale, const float* weight, u16* out) {
+  int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < VECTORS; i++) {
+    int at = 8 * (lane + 32 * i);
+    if (at >= SPAN) break;
+    float4 w0 = *(const float4*)(weight + at), w1 = *(const float4*)(weight + at + 4);
     uint4 r;
-    r.x = narrow2(v[0] * scale * w0.x, v[1] * scale * w0.y);
-    r.y = narrow2(v[2] * scale * w0.z, v[3] * scale * w0.w);
-    r.z = narrow2(v[4] * scale * w1.x, v[5] * scale * w1.y);
-    r.w = narrow2(v[6] * scale * w1.z, v[7] * scale * w1.w);
-    *(uint4*)(out + i) = r;
+    r.x = narrow2(v[i][0] * scale * w0.x, v[i][1] * scale * w0.y);
+    r.y = narrow2(v[i][2] * scale * w0.z, v[i][3] * scale * w0.w);
+    r.z = narrow2(v[i][4] * scale * w1.x, v[i][5] * scale * w1.y);
+    r.w = narrow2(v[i][6] * scale * w1.z, v[i][7] * scale * w1.w);
+    *(uint4*)(out + at) = r;
+  }
+}
+DEVICE float norm_scale(const float* partial, float eps) {  // of one whole row
+  float sum = 0.f;
+#pragma unroll
+  for (int s = 0; s < SPANS; s++) sum += partial[s];
+  return rsqrtf(sum / (float)K_ + eps);
+}
+
+// A block of `warps` warps norms one row into out; partial: SPANS floats of shared memory.
+template <bool GATED>
+DEVICE void norm_row(const u16* x, const u16* z, const float* weight, u16* out, float* partial, int warp, int warps, float eps) {
+  if (GROUPS == 1) {
+    constexpr int MOST = 2;  // spans a warp may hold: blocks have at least 4 warps
+    float v[MOST][VECTORS][8];
+#pragma unroll
+    for (int k = 0; k < MOST; k++)
+      if (warp + k * warps < SPANS) load_span<GATED>(x + (warp + k * warps) * SPAN, z + (warp + k * warps) * SPAN, v[k]);
+#pragma unroll
+    for (int k = 0; k < MOST; k++)
+      if (warp + k * warps < SPANS) partial[warp + k * warps] = span_sum(v[k]);
+    __syncthreads();
+    float scale = norm_scale(partial, eps);
+#pragma unroll
+    for (int k = 0; k < MOST; k++) {
+      int at = (warp + k * warps) * SPAN;
+      if (at < K_) store_span(v[k], scale, weight + at, out + at);
+    }
+  } else {
+    for (int span = warp; span < SPANS; span += warps) {
+      float v[VECTORS][8];
+      load_span<GATED>(x + span * SPAN, z + span * SPAN, v);
+      store_span(v, rsqrtf(span_sum(v) / (float)SPAN + eps), weight + span * SPAN, out + span * SPAN);
+    }
   }
 }
 
 #ifdef NORM_KERNEL
-// out[m] = norm(x[m]), one warp per row and group: the same bits as the norm fused into `linear`.
-extern "C" __global__ __launch_bounds__(128) void norm(
-    u16* out, const u16* x, const u16* z, const float* weight, long long ldx, long long ldz, int rows, int width,
-    int groups, float eps) {
+// out[m] = norm(x[m]), a block per row: the same bits as the norm fused into `linear`.
+extern "C" __global__ __launch_bounds__(256) void norm_rows(
+    u16* out, const u16* x, const u16* z, const float* weight, long long ld_out, long long ldx, long long ldz, float eps) {
+  __shared__ float partial[SPANS];
   wait_for_inputs();
   let_next_start();
-  int span = blockIdx.x * 4 + (threadIdx.x >> 5);
-  if (span >= rows * groups) return;
-  long long m = span / groups;
-  int first = span % groups * (width / groups);
-  norm_span<GATED_>(x + m * ldx + first, z + m * ldz + first, weight + first, out + m * width + first, width / groups, eps);
+  long long m = blockIdx.x;
+  norm_row<GATED_>(x + m * ldx, z + m * ldz, weight, out + m * ld_out, partial, threadIdx.x >> 5, 8, eps);
 }
 #else
 
@@ -122,7 +135,7 @@ extern "C" __global__ __launch_bounds__(128) void norm(
 
 constexpr int CHUNKS = K_ / 64, WARPS = S * WM, ROWS = 16 * MT * WM, TOKENS = 8 * NT, PITCH = TOKENS + 1;
 constexpr int WORDS = FORMAT == 0 ? 4 : FORMAT == 4 ? 1 : 2;  // 16-byte words of a chunk per thread and 16-row tile
-constexpr int XPITCH = K_ + 32;                               // of normed rows in shared memory: conflict-free quads
+constexpr int XPITCH = K_ + (FORMAT == 0 ? 32 : 8);           // of normed rows in shared memory: no bank conflicts
 
 struct Chunk {
   uint4 w[MT][WORDS];
@@ -140,11 +153,11 @@ DEVICE void load(Chunk& q, const u8* w, const u8* block_scales, int tile, int la
       q.scale[i] = __ldg((const u16*)block_scales + at);
     } else {
       constexpr int B = FORMAT == 0 ? 2 : 1;
-      const u8* p = w + ((row * 16 + g) * K_ + 64 * c + 16 * t) * B;
+      const u8* p = w + ((row * 16 + g) * K_ + 64 * c) * B + 16 * t;
 #pragma unroll
       for (int h = 0; h < 2; h++)
 #pragma unroll
-        for (int k = 0; k < B; k++) q.w[i][B * h + k] = stream16(p + (long long)h * 8 * K_ * B + 16 * k);
+        for (int k = 0; k < B; k++) q.w[i][B * h + k] = stream16(p + (long long)h * 8 * K_ * B + 64 * k);
     }
   }
 }
@@ -176,7 +189,7 @@ DEVICE void unpack(const Chunk& q, int i, int j, u32* a) {
 
 extern "C" __global__ __launch_bounds__(WARPS * 32) void linear(
     u16* y, const u8* w, const u8* block_scales, const float* scale, const u16* x, const u16* z, const float* norm_weight,
-    const u16* residual, long long ldy, long long ldx, long long ldz, long long ldr, int N, int M, int groups, float eps) {
+    const u16* residual, long long ldy, long long ldx, long long ldz, long long ldr, int N, int M, float eps) {
   extern __shared__ __align__(16) u8 shared[];
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   int slice = warp / WM, wm = warp % WM, token0 = blockIdx.y * TOKENS;
@@ -184,6 +197,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32) void linear(
   int c0 = slice * CHUNKS / S, c1 = (slice + 1) * CHUNKS / S;
   M = min(M - token0, TOKENS);
 
+  float factor = FORMAT == 1 ? *scale : FORMAT == 4 ? *scale * 256.f : 1.f;
   Chunk q[DEPTH];
 #pragma unroll
   for (int d = 0; d < DEPTH; d++)
@@ -194,13 +208,10 @@ extern "C" __global__ __launch_bounds__(WARPS * 32) void linear(
   const u16* tokens = x + token0 * ldx;
   long long pitch = ldx;
   if (NORM) {
+    __shared__ float partial[TOKENS][SPANS];
     u16* normed = (u16*)shared;
-    int width = K_ / groups;
-    for (int span = warp; span < M * groups; span += WARPS) {
-      long long m = span / groups;
-      int first = span % groups * width;
-      norm_span<NORM == 2>(tokens + m * ldx + first, z + (token0 + m) * ldz + first, norm_weight + first, normed + m * XPITCH + first, width, eps);
-    }
+    for (int m = 0; m < M; m++)
+      norm_row<NORM == 2>(tokens + m * ldx, z + (token0 + m) * ldz, norm_weight, normed + m * XPITCH, partial[m], warp, WARPS, eps);
     __syncthreads();
     tokens = normed;
     pitch = XPITCH;
@@ -218,7 +229,8 @@ extern "C" __global__ __launch_bounds__(WARPS * 32) void linear(
 #pragma unroll
         for (int n = 0; n < NT; n++) {
           int m = 8 * n + g;
-          xs[n] = m < M ? *(const uint4*)(tokens + m * pitch + 64 * (c + d) + 16 * t + 8 * half) : make_uint4(0, 0, 0, 0);
+          int k = 64 * (c + d) + (FORMAT == 0 ? 8 * t + 32 * half : 16 * t + 8 * half);
+          xs[n] = m < M ? *(const uint4*)(tokens + m * pitch + k) : make_uint4(0, 0, 0, 0);
         }
 #pragma unroll
         for (int i = 0; i < MT; i++) {
@@ -259,7 +271,6 @@ extern "C" __global__ __launch_bounds__(WARPS * 32) void linear(
         sums[(slice * ROWS + row) * PITCH + token] = acc[i][n][r];
       }
   __syncthreads();
-  float factor = FORMAT == 1 ? *scale : FORMAT == 4 ? *scale * 256.f : 1.f;
   for (int e = threadIdx.x; e < ROWS * TOKENS; e += WARPS * 32) {
     int row = e % ROWS, m = e / ROWS, n = blockIdx.x * ROWS + row;
     if (m >= M || n >= N) continue;

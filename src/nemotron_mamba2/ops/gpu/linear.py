@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from . import nvrtc
 FORMAT_CODES = {"bf16": 0, "fp8_tensor": 1, "fp8_channel": 2, "fp8_block": 3, "nvfp4": 4}
 FUSED_ROWS = 4
 FUSED_SHARED_BYTES = 96 << 10
-SHARED_LIMIT_BYTES = 227 << 10
+SHARED_LIMIT_BYTES = 224 << 10
 INPUTS_PER_CHUNK = 64
 ROWS_PER_TILE = 16
 
@@ -106,13 +107,10 @@ def rms_norm(
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device) if out is None else out
     if not rows:
         return out
-    kernel = _norm_kernel(x.device.index, gate is not None)
+    kernel = _norm_kernel(x.device.index, width, groups, gate is not None)
     z = x if gate is None else gate
-    kernel.launch(
-        (-(-rows * groups // 4), 1),
-        0,
-        [*map(_pointer, (out, x, z, weight)), _long(x.stride(0)), _long(z.stride(0)), *map(ctypes.c_int, (rows, width, groups)), ctypes.c_float(eps)],
-    )
+    strides = (out.stride(0), x.stride(0), z.stride(0))
+    kernel.launch((rows, 1), 0, [*map(argument, (out, x, z, weight)), *map(argument, strides), argument(eps)])
     return out
 
 
@@ -185,7 +183,9 @@ def _step(
     z = x if z is None or not norm else _rows16(z)
     residual_rows = None if residual is None else _rows16(residual)
     count = slices(rows_out, columns)
-    kernel, tile = _kernel(x.device.index, linear.weight.format, columns, count, rows, norm, residual is not None)
+    kernel, tile = _kernel(
+        x.device.index, linear.weight.format, columns, count, rows, norm, groups if norm else 1, residual is not None
+    )
     block_rows, block_tokens = ROWS_PER_TILE * tile.MT * tile.WM, 8 * tile.NT
     shared = max(count * block_rows * (block_tokens + 1) * 4, fused_bytes if norm else 0)
     codes, block_scales, scale = _operands(linear)
@@ -194,10 +194,10 @@ def _step(
         (-(-rows_out // block_rows), -(-rows // block_tokens)),
         shared,
         [
-            *map(_pointer, (y, codes, block_scales, scale, x, z, norm_weight, r)),
-            *(_long(t.stride(0)) for t in (y, x, z, r)),
-            *map(ctypes.c_int, (rows_out, rows, groups)),
-            ctypes.c_float(eps),
+            *map(argument, (y, codes, block_scales, scale, x, z, norm_weight, r)),
+            *(argument(t.stride(0)) for t in (y, x, z, r)),
+            *map(ctypes.c_int, (rows_out, rows)),
+            argument(eps),
         ],
     )
     return y
@@ -228,23 +228,23 @@ def _prompt_product(x: Tensor, linear: Linear) -> Tensor:
 
 @cache
 def _kernel(
-    device: int, format: str, columns: int, slice_count: int, rows: int, norm: int, residual: bool
+    device: int, format: str, columns: int, slice_count: int, rows: int, norm: int, groups: int, residual: bool
 ) -> tuple[nvrtc.Kernel, Tiles]:
     tile = tiles(format, rows, slice_count)
-    return _load(device, format, columns, slice_count, tile, norm, residual), tile
+    return _load(device, format, columns, slice_count, tile, norm, groups, residual), tile
 
 
 @cache
 def _load(
-    device: int, format: str, columns: int, slice_count: int, tile: Tiles, norm: int, residual: bool
+    device: int, format: str, columns: int, slice_count: int, tile: Tiles, norm: int, groups: int, residual: bool
 ) -> nvrtc.Kernel:
     threads = 32 * slice_count * tile.WM
-    defines = step_defines(format, columns, slice_count, tile, norm=norm, residual=residual)
-    return nvrtc.load(nvrtc.source("linear.cu"), "linear", defines, threads=threads, shared_bytes=SHARED_LIMIT_BYTES)
+    defines = step_defines(format, columns, slice_count, tile, norm=norm, groups=groups, residual=residual)
+    return nvrtc.load(nvrtc.source("common.cuh", "linear.cu"), "linear", defines, threads=threads, shared_bytes=SHARED_LIMIT_BYTES)
 
 
 def step_defines(
-    format: str, columns: int, slice_count: int, tile: Tiles, *, norm: int, residual: bool
+    format: str, columns: int, slice_count: int, tile: Tiles, *, norm: int, groups: int, residual: bool
 ) -> list[tuple[str, int]]:
     """The compile-time constants of one variant of linear.cu."""
     return [
@@ -253,14 +253,15 @@ def step_defines(
         ("S", slice_count),
         *((name, getattr(tile, name)) for name in ("WM", "MT", "NT", "DEPTH")),
         ("NORM", norm),
+        ("GROUPS", groups),
         ("RESIDUAL", int(residual)),
     ]
 
 
 @cache
-def _norm_kernel(device: int, gated: bool) -> nvrtc.Kernel:
-    defines = [("NORM_KERNEL", 1), ("GATED_", int(gated))]
-    return nvrtc.load(nvrtc.source("linear.cu"), "norm", defines, threads=128, shared_bytes=0)
+def _norm_kernel(device: int, width: int, groups: int, gated: bool) -> nvrtc.Kernel:
+    defines = [("NORM_KERNEL", 1), ("K_", width), ("GROUPS", groups), ("GATED_", int(gated))]
+    return nvrtc.load(nvrtc.source("common.cuh", "linear.cu"), "norm_rows", defines, threads=256, shared_bytes=0)
 
 
 def _rows16(x: Tensor) -> Tensor:
@@ -269,9 +270,8 @@ def _rows16(x: Tensor) -> Tensor:
     return x if aligned else x.contiguous()
 
 
-def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-def _long(value: int) -> ctypes.c_longlong:
-    return ctypes.c_longlong(value)
+def argument(value: Tensor | int | float | None) -> ctypes._SimpleCData[Any]:
+    """A kernel argument: a tensor's address, a 64-bit integer, or a float."""
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    return ctypes.c_longlong(value) if isinstance(value, int) else ctypes.c_void_p(None if value is None else value.data_ptr())

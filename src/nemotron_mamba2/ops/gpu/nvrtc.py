@@ -66,9 +66,9 @@ class Kernel:
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self.handle, pointers, None), "cuLaunchKernelEx")
 
 
-def source(name: str) -> str:
-    """The text of a .cu file of this package."""
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+def source(*names: str) -> str:
+    """The text of CUDA files of this package, one after the other."""
+    return "\n".join(resources.files(__package__).joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
 def compile_cubin(text: str, defines: Sequence[tuple[str, int]], architecture: str) -> bytes:

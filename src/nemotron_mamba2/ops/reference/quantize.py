@@ -1,40 +1,72 @@
-"""Values → formats, by absmax: the inverse of `formats.dequantize`, in plain torch.
+"""Values → formats: the inverse of `formats.dequantize`, in plain torch.
 
-    fp8      scale = max|w| / 448, per tensor, output row or 128×128 block
-    nvfp4    global scale = max|w| / (6·448); block scale = e4m3(max|w| of the block / (6 · global scale)) in [2⁻⁹, 448]
+    fp8            scale = max|w| / 448, per tensor, output row or 128×128 block
+    nvfp4, absmax  global = max|w| / (6·448); block = e4m3(max|w of the block| / (6·global))
+    nvfp4, mse     global = max|w| / (6·256); block = e4m3 of that block's maximum put at 6 or at 4, whichever leaves
+                   the smaller square error over its 16 weights (equal: 6)
 
-Codes round to nearest, ties to even. Source: NVIDIA ModelOpt's export conventions.
+A block scale lies in [2⁻⁹, 448]; that of a block of zeros means nothing, and is what ModelOpt writes there. With its
+maximum at 4 a block's scale is half as large again, hence the smaller divisor 256. Codes round to nearest, ties to even.
+Every quotient is a true division of fp32 tensors and every sum has a fixed order, so that a CPU and a GPU write the same
+bytes.
+
+Sources: NVIDIA ModelOpt's export code; arXiv 2512.02010 (four over six).
 """
 
 from __future__ import annotations
+
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import FormatError
-from ...formats import BLOCK, E4M3, E4M3_MAX, NVFP4_BLOCK, Fp8Block, Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight
+from ...formats import (
+    BLOCK,
+    E4M3,
+    E4M3_MAX,
+    NVFP4_BLOCK,
+    Fp8Block,
+    Fp8Channel,
+    Fp8Tensor,
+    Nvfp4,
+    Plain,
+    Weight,
+)
 
+Search: TypeAlias = Literal["absmax", "mse"]
 E2M1_MAX = 6.0
-SMALLEST_BLOCK_SCALE = 2.0**-9
 E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between neighbouring magnitudes
+SMALLEST_BLOCK_SCALE = 2.0**-9
+FP32_EXPONENT = 0x7F800000  # its bits
+FOUR_OVER_SIX_MAX = 256.0  # largest block scale of a block whose maximum is put at 6; at 4 it is 384
 
 
-def quantize(values: Tensor, format: str) -> Weight:
-    """values: [..., out, in], any float dtype → the same matrix in a format of `formats.FORMATS`."""
+def quantize(values: Tensor, format: str, *, search: Search = "absmax", largest: Tensor | None = None) -> Weight:
+    """The same matrix in a format of `formats.FORMATS`.
+
+    values: [..., out, in], any float dtype. search: how nvfp4 finds its block scales. largest: fp32 [...], the largest
+    magnitude of the whole matrix when values are only some of its rows (fp8_block: from a multiple of 128 on); None:
+    they are all of it. Raises: FormatError.
+    """
     if format == "bf16":
         return Plain(values.to(torch.bfloat16))
     wide = values.float()
-    if format == "fp8_tensor":
-        scale = _scale(wide.abs().amax((-2, -1)), E4M3_MAX)
+    if largest is None and format in ("fp8_tensor", "nvfp4"):
+        largest = wide.abs().amax((-2, -1))
+    if format == "fp8_tensor" and largest is not None:
+        scale = _scale(largest, E4M3_MAX)
         return Fp8Tensor(_e4m3(wide / scale[..., None, None]), scale)
     if format == "fp8_channel":
         scale = _scale(wide.abs().amax(-1), E4M3_MAX)
         return Fp8Channel(_e4m3(wide / scale[..., None]), scale)
     if format == "fp8_block":
         return _fp8_block(wide)
-    if format == "nvfp4":
-        return _nvfp4(wide)
+    if format == "nvfp4" and largest is not None:
+        if wide.shape[-1] % NVFP4_BLOCK:
+            raise FormatError(f"quantize: nvfp4 needs inputs in blocks of {NVFP4_BLOCK}, found {wide.shape[-1]} inputs")
+        return _nvfp4(wide, largest, search)
     raise FormatError(f"quantize: expected one of bf16, fp8_tensor, fp8_channel, fp8_block, nvfp4, found {format!r}")
 
 
@@ -46,26 +78,83 @@ def _fp8_block(wide: Tensor) -> Fp8Block:
     return Fp8Block(codes[..., :rows, :columns].contiguous(), scale)
 
 
-def _nvfp4(wide: Tensor) -> Nvfp4:
-    global_scale = _scale(wide.abs().amax((-2, -1)), E2M1_MAX * E4M3_MAX)
+def _nvfp4(wide: Tensor, largest: Tensor, search: Search) -> Nvfp4:
     blocks = wide.unflatten(-1, (-1, NVFP4_BLOCK))
-    wanted = blocks.abs().amax(-1) / (E2M1_MAX * global_scale[..., None, None])
-    scale = wanted.clamp(SMALLEST_BLOCK_SCALE, E4M3_MAX).to(E4M3)
-    codes = e2m1_codes(blocks / (scale.float() * global_scale[..., None, None]).unsqueeze(-1)).flatten(-2)
+    highest = blocks.abs().amax(-1)
+    if search == "absmax":
+        global_scale = _scale(largest, E2M1_MAX * E4M3_MAX)
+        spread = global_scale[..., None, None]
+        scale = _block_scale(_or_one(highest / (E2M1_MAX * spread)))
+        codes = e2m1_codes(blocks / (scale.float() * spread).unsqueeze(-1))
+    elif search == "mse":
+        global_scale = _scale(largest, E2M1_MAX * FOUR_OVER_SIX_MAX)
+        scale, codes = _four_over_six(blocks, highest, largest[..., None, None], global_scale[..., None, None])
+    else:
+        raise FormatError(f"quantize: expected search absmax or mse, found {search!r}")
+    codes = codes.flatten(-2)
     return Nvfp4(codes[..., ::2] | (codes[..., 1::2] << 4), scale, global_scale)
 
 
+def _four_over_six(blocks: Tensor, highest: Tensor, largest: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+    """Block scales [..., n] and codes [..., n, 16] of the better of two fits. blocks: fp32 [..., n, 16]."""
+    magnitudes = blocks.abs()
+    unit = _or_one(_divide(largest, E2M1_MAX))
+    scales, errors = [], []
+    for raised in (1.0, E2M1_MAX / 4):
+        # In the order in which ModelOpt computes it: quotients of bf16 maxima often lie at a tie of two e4m3 values.
+        scale = _block_scale(_or_one(_divide(highest * raised, E2M1_MAX)) * FOUR_OVER_SIX_MAX / unit)
+        step = (scale.float() * spread).unsqueeze(-1)
+        wrong = _e2m1_rounded(magnitudes / step).mul_(step).sub_(magnitudes)
+        scales.append(scale.view(torch.uint8))
+        errors.append(_sum_of_block(wrong.square_()))
+    scale = torch.where(errors[1] < errors[0], scales[1], scales[0]).view(E4M3)
+    return scale, e2m1_codes(blocks / (scale.float() * spread).unsqueeze(-1))
+
+
+def _block_scale(wanted: Tensor) -> Tensor:
+    return wanted.clamp(SMALLEST_BLOCK_SCALE, E4M3_MAX).to(E4M3)
+
+
+def _or_one(values: Tensor) -> Tensor:
+    return torch.where(values > 0, values, torch.ones_like(values))
+
+
 def e2m1_codes(values: Tensor) -> Tensor:
-    """Nearest e2m1 code of each value (ties to the even code), uint8 in 0..15."""
-    midpoints = torch.tensor(E2M1_MIDPOINTS, device=values.device)
-    magnitude = values.abs().contiguous()
-    below, above = torch.bucketize(magnitude, midpoints), torch.bucketize(magnitude, midpoints, right=True)
-    code = torch.where((below != above) & (below % 2 == 1), above, below)
-    return (code + 8 * torch.signbit(values)).to(torch.uint8)
+    """Nearest e2m1 code of each value (ties to the even code), uint8 in 0..15; what rounds to −0 keeps its sign."""
+    magnitude = values.abs()
+    code = (values < 0).to(torch.uint8).mul_(8)
+    for lower, midpoint in enumerate(E2M1_MIDPOINTS):
+        # A tie goes up exactly when the lower of the two codes is odd.
+        code.add_(magnitude >= midpoint if lower % 2 else magnitude > midpoint)
+    return code
+
+
+def _e2m1_rounded(magnitudes: Tensor) -> Tensor:
+    """Nearest e2m1 magnitude, as `e2m1_codes` picks it, in the memory of the argument (fp32, none negative)."""
+    m = magnitudes.clamp_(max=E2M1_MAX)
+    # The step is ½ below 2, 1 below 4, 2 above: half the power of two below m, and at least ½. Adding a number whose
+    # last bit is worth the step, and taking it away, rounds to the step, ties to even.
+    power = m.clamp(min=1).view(torch.int32).bitwise_and_(FP32_EXPONENT).view(torch.float32)
+    pad = power.mul_(1.5 * 2.0**22)
+    return m.add_(pad).sub_(pad)
+
+
+def _sum_of_block(values: Tensor) -> Tensor:
+    """[..., 16] → [...], added pairwise in one fixed order."""
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        values = values[..., :half] + values[..., half:]
+    return values.squeeze(-1)
+
+
+def _divide(values: Tensor, number: float) -> Tensor:
+    """values / number. By a tensor: on a GPU, torch multiplies by the reciprocal of a Python number instead."""
+    return values / torch.full((), number, dtype=values.dtype, device=values.device)
 
 
 def _scale(largest: Tensor, code_max: float) -> Tensor:
-    return torch.where(largest > 0, largest / code_max, torch.ones_like(largest))
+    smallest = torch.finfo(torch.float32).tiny
+    return torch.where(largest > 0, _divide(largest, code_max).clamp(min=smallest), torch.ones_like(largest))
 
 
 def _e4m3(values: Tensor) -> Tensor:
