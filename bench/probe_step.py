@@ -58,16 +58,17 @@ def checked():
 
 def candidates(M, fmt="bf16"):
     if M <= 8:
-        return [gl.Tiles(1, 1, 1, D) for D in (2, 3, 4)] + [gl.Tiles(2, 1, 1, 3)]
+        return [gl.Tiles(1, 1, 1, D) for D in (2, 4)] + [gl.Tiles(2, 1, 1, 3)]
     if M <= 16:
-        return [gl.Tiles(1, 1, 2, 4), gl.Tiles(1, 2, 2, 2), gl.Tiles(2, 1, 2, 3)]
-    if M <= 32:
-        return [gl.Tiles(1, 2, 4, 2), gl.Tiles(2, 2, 4, 2), gl.Tiles(2, 1, 4, 3)]
-    return [gl.Tiles(2, 2, 8, 2), gl.Tiles(1, 2, 8, 2), gl.Tiles(2, 4, 4, 1), gl.Tiles(2, 2, 4, 2), gl.Tiles(1, 1, 8, 2)]
+        return [gl.Tiles(1, 1, 2, 4), gl.Tiles(1, 2, 2, 2), gl.Tiles(2, 1, 1, 2, 2)]
+    many = [(4, 1, 4, 2, 2), (2, 1, 2, 2, 4), (4, 1, 2, 2, 4), (2, 1, 4, 2, 2), (4, 1, 8, 2, 1), (4, 2, 4, 2, 2), (2, 2, 4, 2, 2), (2, 2, 4, 2, 4)]
+    if M > 64:
+        many += [(4, 2, 8, 2, 2), (4, 1, 8, 2, 2), (2, 2, 8, 2, 2)]
+    return [gl.Tiles(*m) for m in many]
 
 
 def fits(S, t):
-    return 32 * S * t.WM <= 512 and S * 16 * t.MT * t.WM * (8 * t.NT + 1) * 4 <= gl.SHARED_LIMIT_BYTES
+    return gl.shared_bytes(S, t, normed_bytes=0) <= gl.SHARED_LIMIT_BYTES
 
 
 TIMED = (1, 4, 16, 64, 256)
@@ -75,7 +76,7 @@ TIMED = (1, 4, 16, 64, 256)
 
 def compile_one(job):
     try:
-        nvrtc.compile_cubin(nvrtc.source("common.cuh", "linear.cu"), job, "sm_90")
+        nvrtc.compile_cubin(gl.step_source(job)[0], job, "sm_90")
     except Exception as e:
         return repr(e)[:300]
 
@@ -88,8 +89,8 @@ def precompile(which):
                 S = gl.slices(N, K)
                 for M in ROWS_CHECKED:
                     n = norm if M <= gl.FUSED_ROWS else 0
-                    jobs.add(tuple(gl.step_defines(fmt, K, S, gl.tiles(fmt, M, S), norm=n, groups=c.n_groups if n == 2 else 1, residual=bool(res))))
-                    jobs.add(tuple(gl.step_defines(fmt, K, S, gl.tiles(fmt, M, S), norm=0, groups=1, residual=bool(res))))
+                    jobs.add(tuple(gl.step_defines(fmt, K, S, gl.tiles(fmt, N, M), n, groups=c.n_groups if n == 2 else 1, residual=bool(res))))
+                    jobs.add(tuple(gl.step_defines(fmt, K, S, gl.tiles(fmt, N, M), 0, groups=1, residual=bool(res))))
     if "time_linear" in which:
         for (name, c), fmt in itertools.product(SHAPES.items(), ("bf16", "fp8_tensor", "nvfp4")):
             for norm, res, K in ((1, 0, c.hidden_size), (2, 1, c.d_inner)):
@@ -97,7 +98,7 @@ def precompile(which):
                     for S, t in itertools.product((4, 8), candidates(M)):
                         if fits(S, t):
                             for n in {0, norm if M <= gl.FUSED_ROWS else 0}:
-                                jobs.add(tuple(gl.step_defines(fmt, K, S, t, norm=n, groups=c.n_groups if n == 2 else 1, residual=bool(res))))
+                                jobs.add(tuple(gl.step_defines(fmt, K, S, t, n, groups=c.n_groups if n == 2 else 1, residual=bool(res))))
     with ProcessPoolExecutor(16) as pool:
         errors = [e for e in pool.map(compile_one, sorted(jobs), chunksize=4) if e]
     print(len(jobs), "variants compiled", round(time.time() - T0), errors[:3], flush=True)
@@ -144,21 +145,20 @@ def time_linear(L=23):
                 z = torch.randn(M, K, device="cuda").bfloat16()
                 best = {}
                 for S in (4, 8):
-                    for t, fused in itertools.product(candidates(M), (4, 0) if M <= 4 else (0,)):
+                    for t, fused in itertools.product(candidates(M), (1, 0) if M <= 1 else (0,)):
                         if not fits(S, t):
                             continue
                         try:
                             gl.FUSED_ROWS = fused
-                            gl.tiles = lambda f, r, s, t=t: t
+                            gl.tiles = lambda f, n, m, t=t: t
                             gl.slices = lambda n, k, S=S: S
-                            gl._kernel.cache_clear()
                             if proj == "in":
                                 run = lambda: [gl.norm_linear(x, nw, l, eps=1e-5, role="step") for l in lins]
                             else:
                                 run = lambda: [gl.norm_linear_residual(x, z, nw, l, res, groups=c.n_groups, eps=1e-5, role="step") for l in lins]
-                            best[(S, t.WM, t.MT, t.NT, t.DEPTH, fused)] = microseconds(captured(run), repeats=7) / L
+                            best[(S, t.WM, t.MT, t.NT, t.DEPTH, t.WN, fused)] = microseconds(captured(run), repeats=7) / L
                         except Exception as e:
-                            best[(S, t.WM, t.MT, t.NT, t.DEPTH, fused)] = 1e9
+                            best[(S, t.WM, t.MT, t.NT, t.DEPTH, t.WN, fused)] = 1e9
                             print("fail", S, t, repr(e)[:150])
                 rank = sorted(best, key=best.get)
                 OUT[f"time {name} {proj} {fmt} {M}"] = {str(k): round(best[k], 2) for k in rank}
@@ -189,15 +189,13 @@ def time_layer(L=23):
             w = Mamba2Weights(norm=torch.ones(c.hidden_size, device="cuda"), in_proj=make(fmt, c.in_proj_rows, c.hidden_size, i).weight, out_proj=make(fmt, c.hidden_size, c.d_inner, i).weight, conv1d_weight=pr["conv_weight"], conv1d_bias=pr["conv_bias"], dt_bias=pr["dt_bias"], A_log=pr["A_log"], D=pr["D"], gated_norm=torch.ones(c.d_inner, device="cuda"))
             layers.append(NemotronMamba2Layer(c, w, make_plan(c, w, Policy(), device="cuda"), index=i))
         for S in TIMED:
-            def pick(device, format, columns, count, rows, norm, groups, residual):
-                proj = "in" if columns == c.hidden_size and not residual else "out"
-                best = {k: v for k, v in CHOICE[(name, proj, fmt, S)].items() if k[0] == count}
-                k = min(best, key=best.get)
-                tile = gl.Tiles(*k[1:5])
-                return gl._load(device, format, columns, count, tile, norm, groups, residual), tile
-            gl._kernel = pick
+            chosen = {}
+            for key, proj in shape.items():
+                best = {k: v for k, v in CHOICE[(name, proj, fmt, S)].items() if k[0] == slices[key]}
+                chosen[key[0]] = gl.Tiles(*min(best, key=best.get)[1:6])
+            gl.tiles = lambda f, n, m: chosen[n]
             res = {}
-            for fused, steps in itertools.product((4, 0) if S <= 4 else (0,), ((8, 8), (16, 4))):
+            for fused, steps in itertools.product((1, 0) if S <= 1 else (0,), ((8, 8), (16, 4))):
                 gl.FUSED_ROWS = fused
                 gs.tiles = lambda p, n, s, steps=steps: steps
                 p = StatePool(c, layers=L, slots=S, device="cuda")

@@ -280,6 +280,7 @@ def scan_truth(config, weights, xbc, dt, start, *, position=0, window_rows=16, k
     seed=st.integers(0, 999),
 )
 @example(counts=[128, 0, 65], start=4, window=16, reproducible=True, seed=0)
+@example(counts=[70, 3, 45], start=1, window=16, reproducible=False, seed=1)
 def test_scan_from_a_boundary_state(shape, dtype, counts, start, window, reproducible, seed) -> None:
     """xBC and dt are given, so nothing but the recurrence differs. The boundary state is random, not zero."""
     config = SHAPES[shape]

@@ -82,7 +82,7 @@ class Recipe:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Whether a pattern, made canonical, names a module: exactly, as a part of its path, by wildcard, or `re:` regex."""
+    """Whether a canonical pattern names a module: exactly, as a part of its path, by wildcard, or `re:` regex."""
     if pattern.startswith("re:"):
         return any(re.match(pattern[3:], prefix + module) for prefix in ("", "backbone.", "model."))
     if "*" in pattern:

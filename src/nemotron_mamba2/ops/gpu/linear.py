@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ from .. import Linear
 from . import nvrtc
 
 FORMAT_CODES = {"bf16": 0, "fp8_tensor": 1, "fp8_channel": 2, "fp8_block": 3, "nvfp4": 4}
-FUSED_ROWS = 4
+FUSED_ROWS = 1  # above, norming once beats norming in every block (measured)
+STAGES = 4  # chunks of tokens in shared memory, of linear_many
 FUSED_SHARED_BYTES = 96 << 10
 SHARED_LIMIT_BYTES = 224 << 10
 INPUTS_PER_CHUNK = 64
@@ -34,29 +35,42 @@ ROWS_PER_TILE = 16
 
 @dataclass(frozen=True)
 class Tiles:
-    """How one launch cuts the work; names as in linear.cu."""
+    """How one launch cuts the work; names as in linear.cu and linear_many.cu. WN = 0: the few-row kernel."""
 
     WM: int
     MT: int
     NT: int
     DEPTH: int
+    WN: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Weight rows of one block."""
+        return ROWS_PER_TILE * self.MT * self.WM
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one block."""
+        return 8 * self.NT * max(self.WN, 1)
 
 
 def slices(rows_out: int, columns: int) -> int:
     """Slices of K: eight where few tiles would leave multiprocessors idle, else four. Part of a result's bits."""
-    return 8 if rows_out // ROWS_PER_TILE < 528 or columns >= 8192 else 4
+    return 8 if rows_out // ROWS_PER_TILE < 528 or columns >= 4096 else 4
 
 
-def tiles(format: str, rows: int, slice_count: int) -> Tiles:
-    """Tiles for a row count (H200). Not part of a result's bits."""
-    side = 8 // slice_count
+def tiles(format: str, rows_out: int, rows: int) -> Tiles:
+    """Tiles for a row count, by measurement on H200. Not part of a result's bits."""
     if rows <= 8:
-        return Tiles(1, 1, 1, 4)
+        return Tiles(1, 1, 1, 2 if format == "bf16" else 4)
     if rows <= 16:
-        return Tiles(1, 1, 2, 4)
-    if rows <= 32 or format == "fp8_block":
-        return Tiles(side, 2, 4, 2)
-    return Tiles(side, 2, 8, 2)
+        return Tiles(1, 1, 2, 4) if format == "nvfp4" else Tiles(1, 2, 2, 2)
+    wide = rows_out > 8192  # in_proj: enough rows to share tokens between warps
+    if format == "bf16":
+        if rows <= 64:
+            return Tiles(1, 2, 8, 2)
+        return Tiles(2, 2, 4, 2, WN=2) if wide else Tiles(4, 1, 8, 2, WN=1)
+    return Tiles(4, 1, 8, 2, WN=1) if wide and rows > 64 else Tiles(2, 2, 4, 2)
 
 
 def norm_linear(
@@ -182,16 +196,16 @@ def _step(
         norm, fused_bytes = 0, 0
     z = x if z is None or not norm else _rows16(z)
     residual_rows = None if residual is None else _rows16(residual)
-    count = slices(rows_out, columns)
-    kernel, tile = _kernel(
-        x.device.index, linear.weight.format, columns, count, rows, norm, groups if norm else 1, residual is not None
+    count, tile = slices(rows_out, columns), tiles(linear.weight.format, rows_out, rows)
+    kernel = _kernel(
+        x.device.index,
+        step_defines(linear.weight.format, columns, count, tile, norm, groups=groups if norm else 1, residual=residual is not None),
     )
-    block_rows, block_tokens = ROWS_PER_TILE * tile.MT * tile.WM, 8 * tile.NT
-    shared = max(count * block_rows * (block_tokens + 1) * 4, fused_bytes if norm else 0)
+    shared = shared_bytes(count, tile, normed_bytes=fused_bytes if norm else 0)
     codes, block_scales, scale = _operands(linear)
     r = x if residual_rows is None else residual_rows
     kernel.launch(
-        (-(-rows_out // block_rows), -(-rows // block_tokens)),
+        (-(-rows_out // tile.rows), -(-rows // tile.tokens)),
         shared,
         [
             *map(argument, (y, codes, block_scales, scale, x, z, norm_weight, r)),
@@ -226,42 +240,50 @@ def _prompt_product(x: Tensor, linear: Linear) -> Tensor:
     return torch._scaled_mm(codes, weight.weight.T, scale, weight.scale.unsqueeze(0), out_dtype=x.dtype)
 
 
-@cache
-def _kernel(
-    device: int, format: str, columns: int, slice_count: int, rows: int, norm: int, groups: int, residual: bool
-) -> tuple[nvrtc.Kernel, Tiles]:
-    tile = tiles(format, rows, slice_count)
-    return _load(device, format, columns, slice_count, tile, norm, groups, residual), tile
+def shared_bytes(slice_count: int, tile: Tiles, *, normed_bytes: int) -> int:
+    """Dynamic shared memory of one launch."""
+    if tile.WN:
+        return max(STAGES * tile.tokens * 2 * INPUTS_PER_CHUNK, 2 * tile.tokens * (tile.rows + 2))
+    return max(4 * slice_count * tile.rows * (tile.tokens + 1), normed_bytes)
 
 
-@cache
-def _load(
-    device: int, format: str, columns: int, slice_count: int, tile: Tiles, norm: int, groups: int, residual: bool
-) -> nvrtc.Kernel:
-    threads = 32 * slice_count * tile.WM
-    defines = step_defines(format, columns, slice_count, tile, norm=norm, groups=groups, residual=residual)
-    return nvrtc.load(nvrtc.source("common.cuh", "linear.cu"), "linear", defines, threads=threads, shared_bytes=SHARED_LIMIT_BYTES)
+Defines: TypeAlias = tuple[tuple[str, int], ...]
 
 
 def step_defines(
-    format: str, columns: int, slice_count: int, tile: Tiles, *, norm: int, groups: int, residual: bool
-) -> list[tuple[str, int]]:
-    """The compile-time constants of one variant of linear.cu."""
-    return [
+    format: str, columns: int, slice_count: int, tile: Tiles, norm: int, *, groups: int, residual: bool
+) -> Defines:
+    """The compile-time constants of one variant of linear.cu or linear_many.cu."""
+    return (
         ("FORMAT", FORMAT_CODES[format]),
         ("K_", columns),
         ("S", slice_count),
-        *((name, getattr(tile, name)) for name in ("WM", "MT", "NT", "DEPTH")),
+        *((name, getattr(tile, name)) for name in ("WM", "MT", "NT", "DEPTH", "WN")),
+        ("STAGES", STAGES),
         ("NORM", norm),
         ("GROUPS", groups),
         ("RESIDUAL", int(residual)),
-    ]
+    )
+
+
+def step_source(defines: Defines) -> tuple[str, str, int]:
+    """(source, kernel name, threads of a block) of a variant."""
+    d = dict(defines)
+    if d["WN"]:
+        return nvrtc.source("common.cuh", "weights.cuh", "linear_many.cu"), "linear_many", 32 * d["WM"] * d["WN"]
+    return nvrtc.source("common.cuh", "norm.cuh", "weights.cuh", "linear.cu"), "linear", 32 * d["WM"] * d["S"]
+
+
+@cache
+def _kernel(device: int, defines: Defines) -> nvrtc.Kernel:
+    text, name, threads = step_source(defines)
+    return nvrtc.load(text, name, defines, threads=threads, shared_bytes=SHARED_LIMIT_BYTES)
 
 
 @cache
 def _norm_kernel(device: int, width: int, groups: int, gated: bool) -> nvrtc.Kernel:
-    defines = [("NORM_KERNEL", 1), ("K_", width), ("GROUPS", groups), ("GATED_", int(gated))]
-    return nvrtc.load(nvrtc.source("common.cuh", "linear.cu"), "norm_rows", defines, threads=256, shared_bytes=0)
+    defines = (("K_", width), ("GROUPS", groups), ("GATED_", int(gated)))
+    return nvrtc.load(nvrtc.source("common.cuh", "norm.cuh", "norm.cu"), "norm_rows", defines, threads=256, shared_bytes=0)
 
 
 def _rows16(x: Tensor) -> Tensor:

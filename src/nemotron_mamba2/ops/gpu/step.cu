@@ -203,6 +203,12 @@ extern "C" __global__ __launch_bounds__(THREADS, N > 128 || THREADS > 512 ? 1 : 
   ring_dt += slot * R * H + head;
   ring_conv += slot * KR * CONV;
   Packed* state = (Packed*)ssm + (slot * H * P + first_row) * (N / 4);
+  float A = -expf(A_log[head]), skip = D[head], step_bias = dt_bias[head];
+  bool stores_group = head % PER == 0 && split == 0;
+  int ring_place = (int)(position % R), raw_place = (int)(position % KR);
+  wait_for_inputs();
+  let_next_start();
+
   float S[RPW][NV][4];
 #pragma unroll
   for (int r = 0; r < RPW; r++)
@@ -210,8 +216,6 @@ extern "C" __global__ __launch_bounds__(THREADS, N > 128 || THREADS > 512 ? 1 : 
     for (int v = 0; v < NV; v++)
       if (128 * v + 4 * lane < N) unpack(state[r * (N / 4) + 32 * v + lane], S[r][v]);
       else S[r][v][0] = S[r][v][1] = S[r][v][2] = S[r][v][3] = 0.f;
-  float A = -expf(A_log[head]), skip = D[head], step_bias = dt_bias[head];
-  bool stores_group = head % PER == 0 && split == 0;
 
   int live = (int)(position - boundary);
   if (live >= W) {
@@ -229,9 +233,6 @@ extern "C" __global__ __launch_bounds__(THREADS, N > 128 || THREADS > 512 ? 1 : 
     __syncthreads();
   }
   load_window(win, ring_x, ring_B, ring_dt, (int)(boundary % R), live);
-  int ring_place = (int)(position % R), raw_place = (int)(position % KR);
-  wait_for_inputs();
-  let_next_start();
 
   for (int j = 0; j < rows; j++) {
     long long t = position + j;
