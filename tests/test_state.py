@@ -617,9 +617,13 @@ class PoolMachine(RuleBasedStateMachine):
     def decode(self, data: st.DataObject, pads: int, steps: int) -> None:
         slots = self.some_ready(data)
         for _ in range(steps):
-            hidden = self.fresh(len(slots) + pads)
-            found = self.rig.layer(hidden, Batch.decode([*slots, *[self.pool.pad_slot] * pads]), self.pool)
-            self.compare(found[: len(slots)], slots, list(hidden[: len(slots)].split(1)), keep=True)
+            self.advance(slots, pads)
+
+    def advance(self, slots: list[int], pads: int) -> None:
+        """One decode step."""
+        hidden = self.fresh(len(slots) + pads)
+        found = self.rig.layer(hidden, Batch.decode([*slots, *[self.pool.pad_slot] * pads]), self.pool)
+        self.compare(found[: len(slots)], slots, list(hidden[: len(slots)].split(1)), keep=True)
 
     @precondition(lambda self: self.ready)
     @rule(data=st.data())
@@ -653,6 +657,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.restore(slot, one[0])
         self.model[slot] = one[1].copy()
         self.waiting.pop(slot, None)
+        self.advance([slot], 0)
 
     @rule(one=consumes(saved))
     def forget(self, one: object) -> None:
@@ -665,6 +670,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.fork(src, dst)
         self.model[dst] = self.model[src].copy()
         self.waiting.pop(dst, None)
+        self.advance([dst], 0)
 
     @precondition(lambda self: self.ready)
     @rule(data=st.data())

@@ -28,7 +28,14 @@ WORST = 10
 @click.option("--recipe", metavar="FILE", help="JSON object of name patterns to formats, which overrules --format.")
 @click.option("--search", type=click.Choice(["absmax", "mse"]), help="How NVFP4 finds block scales.  [default: mse]")
 @click.option("--calibrate", metavar="TEXTFILE", help="Run this text to find static activation scales.")
-@click.option("--shard-size", callback=memory_bytes, default="5GB", show_default=True, help="Most bytes of a file.")
+@click.option(
+    "--shard-size",
+    callback=memory_bytes,
+    metavar="SIZE",
+    default="5GB",
+    show_default=True,
+    help="Most bytes of a file.",
+)
 @click.option("--plot", metavar="FILE", help="Draw the relative errors into a PNG; needs matplotlib.")
 @device_option
 @json_option
@@ -48,8 +55,10 @@ def command(
     """Write a quantised copy of the BF16 checkpoint SRC as the new directory DST, in ModelOpt's layout."""
     from ..quantize import quantize_checkpoint, read_recipe
 
-    if plot is not None:
-        _figure_class()  # before minutes of work
+    if plot is not None:  # before minutes of work
+        _figure_class()
+        if not Path(plot).parent.is_dir():
+            raise click.UsageError(f"--plot: {Path(plot).parent} is no directory")
     patterns = None if recipe is None else read_recipe(recipe)
     text = None if calibrate is None else _read_text(Path(calibrate))
     where = device_name(device)

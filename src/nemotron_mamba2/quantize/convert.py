@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +72,12 @@ def quantize_checkpoint(
             raise ConfigError("search mse: it looks for NVFP4 block scales, and nothing here would be NVFP4")
         if calibration_text is not None:
             _calibrate(plan, source, calibration_text, device=where, progress=progress)
-        else:
-            plan.note_missing_scales()
+        plan.note_missing_scales(calibrated=calibration_text is not None)
         shards = into_shards(plan.jobs, shard_bytes)
         files = dict(zip(_file_names(len(shards)), shards, strict=True))
         with _appearing(destination) as folder:
             tensors = _write_tensors(files, checkpoint, folder, means=means, progress=progress)
-            quant = quant_file(plan.jobs, checkpoint.tensors.values(), version("nemotron-mamba2"))
+            quant = quant_file(plan.jobs, checkpoint.tensors.values(), _version())
             _write_rest(checkpoint.directory, folder, quant)
             inspect_checkpoint(folder)  # what was written must load
         return QuantizationReport(
@@ -134,12 +133,15 @@ class _Plan:
     kept: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def note_missing_scales(self) -> None:
-        """Say what a run without calibration leaves out."""
-        if any(job.format == "fp8_tensor" for job in self.jobs):
+    def note_missing_scales(self, *, calibrated: bool) -> None:
+        """Say which FP8 tensors have no static activation scale."""
+        bare = [j.projection.name for j in self.jobs if j.projection and j.format == "fp8_tensor" and not j.input_scale]
+        if bare:
+            why = "the text does not reach them" if calibrated else "there was no calibration text"
+            more = f" and {len(bare) - 1} more" if len(bare) > 1 else ""
             self.notes.append(
-                "no calibration text: FP8 tensors have no input_scale. This package multiplies with 16-bit "
-                "activations then; vLLM and others that run FP8 statically need one: give a text"
+                f"{bare[0]}{more}: no input_scale, because {why}. This package then multiplies with 16-bit "
+                "activations; vLLM and others that run FP8 statically need one"
             )
 
 
@@ -276,6 +278,13 @@ def _run(job: Job, checkpoint: Checkpoint, shard: ShardFile, *, means: Means) ->
         parts={} if config is None else relative_errors(wrong, power, in_proj_parts(config)),
         input_scale=job.input_scale,
     )
+
+
+def _version() -> str:
+    try:
+        return version("nemotron-mamba2")
+    except PackageNotFoundError:  # run from a source tree
+        return "0"
 
 
 def _file_names(count: int) -> list[str]:

@@ -75,7 +75,6 @@ def write_quantised(job: Job, matrix: Tensor, file: ShardFile, *, means: Means) 
         errors.append((error[0].cpu(), error[1].cpu()))
     if isinstance(weight, Fp8Tensor):
         scales.append(weight.scale)
-    # Joined as bytes: torch cannot concatenate every eight-bit dtype on every device.
     for scale in scales:
         file.append(f"{name}.weight_scale", scale)
     if isinstance(weight, Nvfp4):

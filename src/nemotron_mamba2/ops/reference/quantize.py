@@ -6,9 +6,9 @@
                    the smaller square error over its 16 weights (equal: 6)
 
 A block scale lies in [2⁻⁹, 448]; that of a block of zeros means nothing, and is what ModelOpt writes there. With its
-maximum at 4 a block's scale is half as large again, hence the smaller divisor 256. Codes round to nearest, ties to even.
-Every quotient is a true division of fp32 tensors and every sum has a fixed order, so that a CPU and a GPU write the same
-bytes.
+maximum at 4 a block's scale is half as large again, hence the smaller divisor 256. Codes round to nearest, ties to
+even. Every quotient is a true division of fp32 tensors and every sum has a fixed order, so that a CPU and a GPU write
+the same bytes.
 
 Sources: NVIDIA ModelOpt's export code; arXiv 2512.02010 (four over six).
 """
