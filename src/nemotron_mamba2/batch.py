@@ -150,7 +150,9 @@ class Rows:
         """
         packed = torch.tensor((*self.slots, *self.positions, *self.boundaries, *self.cu_rows), dtype=torch.int64)
         count = len(self.slots)
-        slots, positions, boundaries, cu_rows = packed.to(self.device, non_blocking=True).split([count] * 3 + [count + 1])
+        slots, positions, boundaries, cu_rows = packed.to(self.device, non_blocking=True).split(
+            [count] * 3 + [count + 1]
+        )
         return slots, positions, boundaries, cu_rows
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .batch import Batch, Role, Rows, Step
 from .config import Mamba2Config
 from .errors import ShapeError
-from .ops import LayerState, backend
+from .ops import backend
 from .plan import Capabilities, HostStep, Plan
 from .state import StatePool
 from .weights import Mamba2Weights
@@ -48,16 +48,23 @@ class NemotronMamba2Layer:
         hidden: [T, hidden] in the plan's dtype. batch: a Step (inside `pool.step`, shared by all layers), or, when the
         pool serves this layer alone, a Batch: then the step is begun and ended here. Returns: [T, hidden].
         """
+        rows = batch.batch.total_rows if isinstance(batch, Step) else batch.total_rows
+        if hidden.shape != (rows, self.config.hidden_size) or hidden.dtype != self.plan.dtype:
+            raise ShapeError(
+                f"layer: the batch needs {self.plan.dtype} hidden [{rows}, {self.config.hidden_size}], "
+                f"found {hidden.dtype} {list(hidden.shape)}"
+            )
+        if (pool.layout.config, pool.layout.dtype) != (self.config, self.plan.dtype):
+            raise ShapeError(
+                f"layer: the pool was made for {pool.layout.config} in {pool.layout.dtype}, "
+                f"this layer is {self.config} in {self.plan.dtype}"
+            )
         if isinstance(batch, Step):
             return self._run(hidden, batch, pool)
         if pool.layout.layers != 1:
             raise ShapeError(
                 f"layer: a pool of {pool.layout.layers} layers needs one step for all of them; "
                 "use `with pool.step(batch) as step` and pass the step"
-            )
-        if hidden.shape != (batch.total_rows, self.config.hidden_size):
-            raise ShapeError(
-                f"layer: the batch needs hidden [{batch.total_rows}, {self.config.hidden_size}], found {list(hidden.shape)}"
             )
         out = torch.empty_like(hidden)
         for step, index in pool.steps(batch):
@@ -83,7 +90,7 @@ class NemotronMamba2Layer:
         return self._ops.conv(
             xbc,
             dt,
-            self._state(pool),
+            pool.layer_state(self.index),
             rows,
             weight=w.conv1d_weight,
             bias=w.conv1d_bias,
@@ -96,7 +103,14 @@ class NemotronMamba2Layer:
         """The recurrence over what `convolve` returned → y [T, d_inner]."""
         w = self.weights
         return self._ops.scan(
-            xbc, dt, self._state(pool), rows, A_log=w.A_log, D=w.D, reproducible=self.plan.reproducible, out=out
+            xbc,
+            dt,
+            pool.layer_state(self.index),
+            rows,
+            A_log=w.A_log,
+            D=w.D,
+            reproducible=self.plan.reproducible,
+            out=out,
         )
 
     def step(self, xbc: Tensor, dt: Tensor, rows: Rows, pool: StatePool, *, out: Tensor | None = None) -> Tensor:
@@ -105,7 +119,7 @@ class NemotronMamba2Layer:
         return self._ops.step(
             xbc,
             dt,
-            self._state(pool),
+            pool.layer_state(self.index),
             rows,
             conv_weight=w.conv1d_weight,
             conv_bias=w.conv1d_bias,
@@ -143,11 +157,6 @@ class NemotronMamba2Layer:
             y = self.step(xbc, dt, rows, pool)
         return self.project_out(y, z, hidden, role)
 
-    def _state(self, pool: StatePool) -> LayerState:
-        if pool.layout.config != self.config:
-            raise ShapeError(f"layer: the pool was made for {pool.layout.config}, this layer is {self.config}")
-        return pool.layer_state(self.index)
-
 
 def _check_shapes(config: Mamba2Config, weights: Mamba2Weights) -> None:
     heads, d_inner = config.mamba_num_heads, config.d_inner
@@ -168,3 +177,5 @@ def _check_shapes(config: Mamba2Config, weights: Mamba2Weights) -> None:
             continue
         if tuple(value.shape) != shape:
             raise ShapeError(f"layer weight {name}: expected {list(shape)}, found {list(value.shape)}")
+        if isinstance(value, Tensor) and value.dtype != torch.float32:
+            raise ShapeError(f"layer weight {name}: expected float32, found {value.dtype}; use {name}.float()")

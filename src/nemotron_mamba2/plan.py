@@ -176,20 +176,20 @@ def _plan(
     for name, weight in projections:
         linear = _plan_linear(name, weight, policy, device, dtype)
         if linear.copy == "packed" and linear.copy_bytes > budget_bytes:
-            raise NoKernel(f"plan: {name} needs {_size(linear.copy_bytes)} for its repacked copy, {_size(budget_bytes)} are left")
-        if linear.copy_bytes > budget_bytes:
-            linear = replace(
-                linear, copy="none", copy_bytes=0, why=_join(linear.why, "no memory for a copy: dequantised at every call")
+            raise NoKernel(
+                f"plan: {name} needs {_size(linear.copy_bytes)} for its repacked copy, {_size(budget_bytes)} are left"
             )
+        if linear.copy_bytes > max(budget_bytes, 0):
+            prompt = "none" if linear.prompt_copy != "none" else linear.prompt
+            why = _join(linear.why, "no memory for a copy: dequantised at every call")
+            linear = replace(linear, copy="none", copy_bytes=0, prompt_copy="none", prompt=prompt, why=why)
         budget_bytes -= linear.copy_bytes
         linears.append(linear)
     name = "gpu" if device.type == "cuda" else "reference"
     return Plan(kind, device, dtype, name, upcast, policy.reproducible, tuple(linears))
 
 
-def _plan_linear(
-    name: str, weight: Weight, policy: Policy, device: torch.device, dtype: torch.dtype
-) -> LinearPlan:
+def _plan_linear(name: str, weight: Weight, policy: Policy, device: torch.device, dtype: torch.dtype) -> LinearPlan:
     elements = torch.Size(weight.shape).numel()
     copy = "none" if isinstance(weight, Plain) and weight.weight.dtype == dtype else _name(dtype)
     if device.type == "cuda" and len(weight.shape) == 2:
@@ -208,7 +208,9 @@ def _plan_linear(
             copy_bytes += elements
         elif isinstance(weight, Nvfp4) and weight.input_scale is not None:
             why = "W4A4 in the checkpoint; no FP4 units here: activations stay unquantised"
-    return LinearPlan(name, weight.format, weight.shape, weight.nbytes, copy, copy_bytes, prompt_copy, prompt, "none", why)
+    return LinearPlan(
+        name, weight.format, weight.shape, weight.nbytes, copy, copy_bytes, prompt_copy, prompt, "none", why
+    )
 
 
 def has_bf16_units() -> bool:
@@ -226,7 +228,7 @@ def _budget(policy: Policy, device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 7 // 10
 
 
-# -- what a layer can do ------------------------------------------------------------------------------------------------
+# -- what a layer can do ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -276,7 +278,7 @@ class HostStep:
     after: Callable[[Step], None]
 
 
-# -- text ---------------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------------------------
 
 
 def _describe(linear: LinearPlan) -> str:
@@ -305,7 +307,7 @@ def _size(count: float) -> str:
 
 
 def _ranges(names: list[str]) -> str:
-    """"0, 1, 2, 5" as "0–2,5"."""
+    """ "0, 1, 2, 5" as "0–2,5"."""
     parts: list[list[str]] = []
     for name in names:
         if parts and name.isdigit() and parts[-1][-1].isdigit() and int(name) == int(parts[-1][-1]) + 1:

@@ -1,9 +1,9 @@
 """StatePool: the recurrent state of every sequence, and the rules that keep it right.
 
 Per slot and Mamba-2 layer the pool holds the SSM state at a boundary and rings of the rows since (`ops.LayerState`).
-One cursor per slot serves all layers: *position*, the committed rows, and *boundary*, a multiple of window_rows. Rows of
-a verify step wait for `commit`, and rolling back is a smaller count: nothing is copied. A ring row of position t lies at
-t mod ring length, and rings are long enough that no step overwrites what the same step still reads.
+One cursor per slot serves all layers: *position*, the committed rows, and *boundary*, a multiple of window_rows. Rows
+of a verify step wait for `commit`, and rolling back is a smaller count: nothing is copied. A ring row of position t
+lies at t mod ring length, and rings are long enough that no step overwrites what the same step still reads.
 
 The pool refuses before anything is written, never aliases two sequences, zeroes a slot when it is acquired, and poisons
 the slots of a step that fails midway: they can only be released.
@@ -188,9 +188,14 @@ class StatePool:
         for slot, rows, role in zip(batch.slots, batch.rows, batch.roles, strict=True):
             if slot == self.pad_slot:
                 continue
+            if not rows:
+                self._cursor(slot)
+                continue
             self._settled(slot)
             if role == "step" and rows > self.layout.draft_rows:
-                raise ShapeError(f"batch: slot {slot} has {rows} step rows, the pool holds draft_rows={self.layout.draft_rows}")
+                raise ShapeError(
+                    f"batch: slot {slot} has {rows} step rows, the pool holds draft_rows={self.layout.draft_rows}"
+                )
 
     @contextmanager
     def step(self, batch: Batch) -> Iterator[Step]:
@@ -236,9 +241,11 @@ class StatePool:
 
     def commit(self, slots: Sequence[int], accepted: Sequence[int]) -> None:
         """Keep the first accepted[i] rows of the last verify step of slots[i], 0 to all, and forget the rest."""
+        if len(slots) != len(accepted):
+            raise ShapeError(f"commit: {len(slots)} slots need as many counts, found {list(accepted)}")
         for slot, count in zip(slots, accepted, strict=True):
             rows = self._cursor(slot).uncommitted_rows
-            if not rows:
+            if count and not rows:
                 raise StateError(f"commit: slot {slot} has no uncommitted rows; run Batch.verify first")
             if not 0 <= count <= rows:
                 raise StateError(f"commit: slot {slot} has {rows} uncommitted rows, {count} were accepted")
@@ -321,7 +328,9 @@ class StatePool:
     def _settled(self, slot: int) -> _Cursor:
         cursor = self._cursor(slot)
         if cursor.uncommitted_rows:
-            raise StateError(f"state pool: slot {slot} has {cursor.uncommitted_rows} uncommitted rows; call commit first")
+            raise StateError(
+                f"state pool: slot {slot} has {cursor.uncommitted_rows} uncommitted rows; call commit first"
+            )
         return cursor
 
     def _rows(self, batch: Batch, role: Role) -> Rows | None:

@@ -14,7 +14,6 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ..batch import Role
 from ..formats import Weight
 
 Quantization: TypeAlias = Literal["none", "fp8_static", "fp8_per_row"]

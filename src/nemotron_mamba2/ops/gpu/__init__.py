@@ -1,11 +1,39 @@
 """NVIDIA GPU back end: the names and signatures of `ops.reference`, served by kernels.
 
-Step rows: `linear.cu` (CUDA C++ through NVRTC) for norms and products of every format, `step.py` (Triton) for convolution
-and recurrence; three launches per layer at few rows. Prompt rows: cuBLAS for products. What has no kernel here yet is the
-reference's own, which torch runs on the device.
+Step rows run CUDA C++ that NVRTC compiles at run time: `linear.cu` and `linear_many.cu` for products of every format
+(norms fused in at one row), `step.cu` for convolution and recurrence. Prompt rows: cuBLAS for products. What has no
+kernel here yet is the reference's own, which torch runs on the device.
 """
 
-from ..reference import *  # noqa: F403
-from ..reference import __all__ as __all__
+from ..reference import (
+    CHUNK_ROWS,
+    attention,
+    conv,
+    quantize,
+    route,
+    routed_experts,
+    scan,
+    scan_rows,
+    store_kv,
+)
 from .linear import check_linear, linear, norm_linear, norm_linear_residual, pack, rms_norm
 from .step import step
+
+__all__ = [
+    "CHUNK_ROWS",
+    "attention",
+    "check_linear",
+    "conv",
+    "linear",
+    "norm_linear",
+    "norm_linear_residual",
+    "pack",
+    "quantize",
+    "rms_norm",
+    "route",
+    "routed_experts",
+    "scan",
+    "scan_rows",
+    "step",
+    "store_kv",
+]

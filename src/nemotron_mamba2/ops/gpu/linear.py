@@ -1,9 +1,9 @@
-"""norm_linear, linear and norm_linear_residual on NVIDIA GPUs; step rows run `linear.cu`.
+"""norm_linear, linear and norm_linear_residual on NVIDIA GPUs; step rows run `linear.cu` and `linear_many.cu`.
 
-Weights move once per step (bytes: weight + scales + rows × (in + out) × 2; flops: 2 × rows × in × out). bf16 and FP8 are
-read as they lie in the checkpoint; NVFP4 is repacked once into mma fragment order. Up to FUSED_ROWS the norm runs inside
-the product; above, a kernel of its own writes the same bits. How many tiles a warp holds depends on the row count; the
-number of slices of K does not, and it alone (with the instruction) decides a row's bits.
+Weights move once per step (bytes: weight + scales + rows × (in + out) × 2; flops: 2 × rows × in × out). bf16 and FP8
+are read as they lie in the checkpoint; NVFP4 is repacked once into mma fragment order. Up to FUSED_ROWS the norm runs
+inside the product; above, a kernel of its own writes the same bits. How many tiles a warp holds depends on the row
+count; the number of slices of K does not, and it alone (with the instruction) decides a row's bits.
 
 Prompt rows run on cuBLAS: bf16, or FP8 codes through `torch._scaled_mm`.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...batch import Role
 from ...errors import NoKernel, ShapeError
-from ...formats import E4M3, E4M3_MAX, Fp8Block, Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight, dequantize
+from ...formats import E4M3, E4M3_MAX, Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight, dequantize
 from .. import Linear
 from . import nvrtc
 
@@ -115,7 +115,7 @@ def norm_linear_residual(
 def rms_norm(
     x: Tensor, weight: Tensor, *, eps: float, groups: int = 1, gate: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """RMSNorm of x, or of x · silu(gate), over each of `groups` parts of a row. x: bf16 [T, d]. Returns: bf16 [T, d]."""
+    """RMSNorm of x, or of x · silu(gate), over each of `groups` parts of a row; x: bf16 [T, d]. Returns: the same."""
     x, gate = _rows16(x), None if gate is None else _rows16(gate)
     rows, width = x.shape
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device) if out is None else out
@@ -159,7 +159,9 @@ def check_linear(name: str, weight: Weight) -> None:
     """Raise NoKernel, at load time, for a matrix that linear.cu cannot take."""
     rows, columns = weight.shape
     if rows % ROWS_PER_TILE or columns % INPUTS_PER_CHUNK:
-        raise NoKernel(f"{name}: the GPU kernels need out % 16 = 0 and in % 64 = 0, found [{rows}, {columns}]; run it on the CPU")
+        raise NoKernel(
+            f"{name}: the GPU kernels need out % 16 = 0 and in % 64 = 0, found [{rows}, {columns}]; run it on the CPU"
+        )
     if isinstance(weight, Plain) and weight.weight.dtype != torch.bfloat16:
         raise NoKernel(f"{name}: plain weights must be bfloat16 on the GPU, found {weight.weight.dtype}")
 
@@ -199,7 +201,15 @@ def _step(
     count, tile = slices(rows_out, columns), tiles(linear.weight.format, rows_out, rows)
     kernel = _kernel(
         x.device.index,
-        step_defines(linear.weight.format, columns, count, tile, norm, groups=groups if norm else 1, residual=residual is not None),
+        step_defines(
+            linear.weight.format,
+            columns,
+            count,
+            tile,
+            norm,
+            groups=groups if norm else 1,
+            residual=residual is not None,
+        ),
     )
     shared = shared_bytes(count, tile, normed_bytes=fused_bytes if norm else 0)
     codes, block_scales, scale = _operands(linear)
@@ -283,7 +293,9 @@ def _kernel(device: int, defines: Defines) -> nvrtc.Kernel:
 @cache
 def _norm_kernel(device: int, width: int, groups: int, gated: bool) -> nvrtc.Kernel:
     defines = (("K_", width), ("GROUPS", groups), ("GATED_", int(gated)))
-    return nvrtc.load(nvrtc.source("common.cuh", "norm.cuh", "norm.cu"), "norm_rows", defines, threads=256, shared_bytes=0)
+    return nvrtc.load(
+        nvrtc.source("common.cuh", "norm.cuh", "norm.cu"), "norm_rows", defines, threads=256, shared_bytes=0
+    )
 
 
 def _rows16(x: Tensor) -> Tensor:
@@ -296,4 +308,8 @@ def argument(value: Tensor | int | float | None) -> ctypes._SimpleCData[Any]:
     """A kernel argument: a tensor's address, a 64-bit integer, or a float."""
     if isinstance(value, float):
         return ctypes.c_float(value)
-    return ctypes.c_longlong(value) if isinstance(value, int) else ctypes.c_void_p(None if value is None else value.data_ptr())
+    return (
+        ctypes.c_longlong(value)
+        if isinstance(value, int)
+        else ctypes.c_void_p(None if value is None else value.data_ptr())
+    )

@@ -90,9 +90,15 @@ def norm_linear_residual(
 
     y, z: [T, d_inner]. norm_weight: fp32 [d_inner]. residual: [T, hidden]. Returns: [T, hidden] in residual's dtype.
     """
-    gated = y.float() * F.silu(z.float())
+    gated = y.float() * silu(z.float())
     normed = rms_norm(gated, norm_weight, eps=eps, groups=groups).to(residual.dtype)
     return _store(residual.float() + linear(normed, weight, role).float(), residual.dtype, out)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x · sigmoid(x) in fp32, element by element: torch's own rounds otherwise in the tail of a vector, so that a row's
+    bits would depend on where it lies."""
+    return x / (1 + torch.exp(-x))
 
 
 def _store(value: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
@@ -104,7 +110,9 @@ def _tiled(run: Callable[[Tensor], Tensor], x: Tensor, role: Role, reproducible:
     if not reproducible:
         return run(x)
     tile = TILE_ROWS[role]
-    return torch.cat([run(part) for part in F.pad(x, (0, 0, 0, -len(x) % tile)).split(tile)])[: len(x)]
+    parts = F.pad(x, (0, 0, 0, -len(x) % tile)).split(tile)
+    # A part of its own memory: the product of one row depends on how its first byte is aligned.
+    return torch.cat([run(part.clone()) for part in parts])[: len(x)]
 
 
 def _quantize_activations(x: Tensor, weight: Weight, kind: Quantization) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from torch import Tensor
 from ...batch import Rows
 from ...errors import ShapeError
 from .. import LayerState
+from .linear import silu
 from .rounding import round_state
 
 CHUNK_ROWS = 64  # rows of one SSD tile, anchored at absolute positions (measured: best of 32, 64, 128 on a CPU)
@@ -62,7 +63,9 @@ def conv(
     for i, slot in enumerate(rows.slots):
         new, position = slice(rows.cu_rows[i], rows.cu_rows[i + 1]), rows.positions[i]
         ours = slice(place + fronts[i], place + fronts[i] + rows.rows[i])
-        _load_window(state, slot, rows.boundaries[i], position, wide_xbc[place : ours.start], wide_dt[place : ours.start])
+        _load_window(
+            state, slot, rows.boundaries[i], position, wide_xbc[place : ours.start], wide_dt[place : ours.start]
+        )
         _convolve(_conv_tail(state, slot, position, weight.shape[1] - 1), xbc[new], weight, bias, wide_xbc[ours])
         wide_dt[ours] = steps[new]
         boundary = _floor(position + rows.rows[i], state.window_rows)
@@ -114,7 +117,7 @@ def scan(
             )
             if reproducible and stop < end:
                 carried = round_state(carried, state, stop).float()
-            done = max(position - first, 0)  # live window rows: their outputs are known already
+            done = min(max(position - first, 0), len(y))  # live window rows: their outputs are known already
             row = rows.cu_rows[i] + max(first, position) - position
             out[row : row + len(y) - done] = y[done:].flatten(1)
         if last > boundary:
@@ -265,11 +268,11 @@ def _convolve(tail: Tensor, xbc: Tensor, weight: Tensor, bias: Tensor | None, ou
             acc.addcmul_(raw[k : k + len(rows)], taps[k])
         if bias is not None:
             acc += bias
-        out[start : start + CONV_ROWS] = F.silu(acc, inplace=True)
+        out[start : start + CONV_ROWS] = silu(acc)
 
 
 def _conv_tail(state: LayerState, slot: int, position: int, n: int) -> Tensor:
-    """The n raw conv inputs before position; zeros before the start of the sequence (a slot is zeroed when acquired)."""
+    """The n raw conv inputs before position; zeros before the sequence starts (a slot is zeroed when acquired)."""
     return _take(state.ring_conv[slot], [(position - k) % state.ring_conv.shape[1] for k in range(n, 0, -1)])
 
 
