@@ -41,8 +41,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 from demo_data import DISTANCES, KINDS, filler_lines, recall_cases, split_text  # noqa: E402
 
 from nemotron_mamba2.batch import Batch  # noqa: E402
-from nemotron_mamba2.checkpoint import load_model  # noqa: E402
 from nemotron_mamba2.chat import Tokenizer  # noqa: E402
+from nemotron_mamba2.checkpoint import load_model  # noqa: E402
 from nemotron_mamba2.cli import DEMO_MODEL  # noqa: E402
 from nemotron_mamba2.config import ModelConfig, Policy  # noqa: E402
 from nemotron_mamba2.formats import E2M1_VALUES, Plain, Weight, dequantize  # noqa: E402
