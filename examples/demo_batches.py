@@ -40,7 +40,10 @@ class Targets(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """ids: int64 [B, L + 2]; one `Targets` for each head; is_text: bool [B]."""
+    """ids: [B, L + 2]; one `Targets` for each head; is_text: [B].
+
+    Integers are narrow until `to_device` widens them: many batches wait in shared memory, which may be small.
+    """
 
     ids: Tensor
     heads: tuple[Targets, Targets]
@@ -238,14 +241,24 @@ def make_batch(ids: np.ndarray, tags: np.ndarray, is_text: Sequence[bool]) -> Ba
     tokens = ids.shape[1] - TARGET_TOKENS
 
     def targets(ahead: int) -> Targets:
-        tag = torch.from_numpy(np.ascontiguousarray(tags[:, ahead : ahead + tokens])).long().flatten()
+        tag = torch.from_numpy(tags[:, ahead : ahead + tokens].astype(np.uint8)).flatten()
         position = tag.nonzero().flatten()
-        return Targets(position, tag[position])
+        return Targets(position.int(), tag[position])
 
-    return Batch(torch.from_numpy(ids.astype(np.int64)), (targets(1), targets(2)), torch.tensor(is_text))
+    return Batch(torch.from_numpy(ids.astype(np.int32)), (targets(1), targets(2)), torch.tensor(is_text))
+
+
+def to_device(batch: Batch, device: str) -> Batch:
+    """The batch on a device, its integers wide enough to index with."""
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True).long()
+
+    first, second = (Targets(*map(move, head)) for head in batch.heads)
+    return Batch(move(batch.ids), (first, second), move(batch.is_text))
 
 
 def load_batches(batches: Batches, *, workers: int, pin: bool) -> Iterator[Batch]:
     """Batches drawn by worker processes ahead of their use, or by this one when there are no workers."""
-    prefetch = 4 if workers else None
+    prefetch = 2 if workers else None
     return iter(DataLoader(batches, batch_size=None, num_workers=workers, prefetch_factor=prefetch, pin_memory=pin))

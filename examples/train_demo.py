@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from demo_batches import ANSWER, CHAT, TEXT, Batch, Batches, Mix, Source, Targets, load_batches
+from demo_batches import ANSWER, CHAT, TEXT, Batch, Batches, Mix, Source, load_batches, to_device
 from demo_checkpoint import load_checkpoint, save_checkpoint
 from demo_data import filler_lines, fraction, split_text
 from demo_eval import Exam, make_exam, take_exam
@@ -162,11 +162,6 @@ def snapshot_of(model: DemoModel) -> DemoModel:
     return copied
 
 
-def to_device(batch: Batch, device: str) -> Batch:
-    heads = tuple(Targets(*(t.to(device, non_blocking=True) for t in head)) for head in batch.heads)
-    return Batch(batch.ids.to(device, non_blocking=True), heads, batch.is_text.to(device, non_blocking=True))
-
-
 def report(kind: str, values: dict[str, float]) -> None:
     print(kind, " ".join(f"{name} {value:.4g}" for name, value in values.items()), flush=True)
 
@@ -177,7 +172,7 @@ def probe(settings: Settings, source: Source) -> None:
     trainer.mix.set(text_share=0.1, gap_tokens=settings.longest_gap_tokens, long_share=0.7)
     tokens = settings.rows * settings.row_tokens
     next(trainer.batches)
-    drawn = _seconds_each(lambda: next(trainer.batches), 20, settings.device)
+    drawn = _seconds_each(lambda: next(trainer.batches), 150, settings.device)
     batch = to_device(next(trainer.batches), settings.device)
     print(f"drawing {tokens / drawn:,.0f} tokens/s", flush=True)
     for name in ("eager", "compiled"):

@@ -40,8 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # More threads than this only wait for each other at the sizes that tests use.
-    torch.set_num_threads(max(1, min(4, os.cpu_count() or 1)))
+    # At the sizes that tests use, threads only wait for each other; the suite runs one process per core instead.
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
