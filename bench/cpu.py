@@ -3,7 +3,7 @@
     python bench/cpu.py [--model DIR] [--rounds N] [--threads N] [--json FILE]
 
 The checkpoint is eight neighbouring layers of Nemotron-3-Nano-4B (`-MM-M-M*`: four Mamba-2, three MLP, one attention)
-in their real widths with random bf16 weights, about 2 GB; it is written once into a temporary folder, or into --model
+in their real widths with random bf16 weights, 2.8 GB; it is written once into a temporary folder, or into --model
 when that folder is empty. Each side runs in a process of its own, with the same number of threads, and takes its turn
 after the other in every round: a busy machine slows both. Both sides compute the logits of the last row only and pick
 tokens greedily. The table shows medians over the rounds; a ratio is the median of the ratios of single rounds. Peak

@@ -89,13 +89,13 @@ class Model:
     ) -> Model:
         """Load a checkpoint directory, or a hub id.
 
-        device: "auto" takes CUDA where there is some. dtype: of the activations; None: the checkpoint's. progress: is
+        device: "auto" is the CPU: on a GPU only the step rows of Mamba-2 layers have kernels so far. dtype: of the activations; None: the checkpoint's. progress: is
         called with bytes done and bytes in all. Raises: CheckpointError, ConfigError, FormatError, NoKernel.
         """
         policy = policy or Policy()
         directory = resolve(path)
         if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = "cpu"
         config = ModelConfig.from_checkpoint(directory)
         if dtype is not None:
             config = replace(config, dtype=dtype)

@@ -192,12 +192,14 @@ def _plan(
 def _plan_linear(name: str, weight: Weight, policy: Policy, device: torch.device, dtype: torch.dtype) -> LinearPlan:
     elements = torch.Size(weight.shape).numel()
     copy = "none" if isinstance(weight, Plain) and weight.weight.dtype == dtype else _name(dtype)
+    why = ""
     if device.type == "cuda" and len(weight.shape) == 2:
-        backend(device).check_linear(name, weight)
-        copy = "packed" if isinstance(weight, Nvfp4) else "none"
+        why = backend(device).unserved(weight)
+        if not why:
+            copy = "packed" if isinstance(weight, Nvfp4) else "none"
     copy_bytes = {"none": 0, "packed": weight.nbytes}.get(copy, elements * dtype.itemsize)
     prompt: Quantization = "none"
-    prompt_copy, why = "none", ""
+    prompt_copy = "none"
     if policy.prompt != "exact":
         if isinstance(weight, Fp8Tensor) and weight.input_scale is not None and len(weight.shape) == 2:
             prompt, why = "fp8_static", "the checkpoint has a static activation scale: W8A8 for prompt rows"
@@ -207,7 +209,7 @@ def _plan_linear(name: str, weight: Weight, policy: Policy, device: torch.device
             prompt, prompt_copy, why = "fp8_per_row", "fp8_channel", "policy prompt='fp8': FP8 copy for prompt rows"
             copy_bytes += elements
         elif isinstance(weight, Nvfp4) and weight.input_scale is not None:
-            why = "W4A4 in the checkpoint; no FP4 units here: activations stay unquantised"
+            why = _join(why, "W4A4 in the checkpoint; no FP4 units here: activations stay unquantised")
     return LinearPlan(
         name, weight.format, weight.shape, weight.nbytes, copy, copy_bytes, prompt_copy, prompt, "none", why
     )

@@ -151,7 +151,7 @@ def _recipe(raw: Any, source: str) -> Recipe:
 def _algorithm(name: Any) -> Advice:
     if name is None:
         return UNQUANTISED
-    return _ALGORITHMS.get(name, Advice(None)) if isinstance(name, str) else Advice(None)
+    return _ALGORITHMS.get(name.upper(), Advice(None)) if isinstance(name, str) else Advice(None)
 
 
 def _groups(raw: Any, source: str) -> tuple[tuple[tuple[str, ...], Advice], ...]:

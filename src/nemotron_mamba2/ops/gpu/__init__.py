@@ -16,13 +16,12 @@ from ..reference import (
     scan_rows,
     store_kv,
 )
-from .linear import check_linear, linear, norm_linear, norm_linear_residual, pack, rms_norm
+from .linear import linear, norm_linear, norm_linear_residual, pack, rms_norm, unserved
 from .step import step
 
 __all__ = [
     "CHUNK_ROWS",
     "attention",
-    "check_linear",
     "conv",
     "linear",
     "norm_linear",
@@ -36,4 +35,5 @@ __all__ = [
     "scan_rows",
     "step",
     "store_kv",
+    "unserved",
 ]

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ...batch import Role
-from ...errors import NoKernel, ShapeError
+from ...errors import ShapeError
 from ...formats import E4M3, E4M3_MAX, Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight, dequantize
-from .. import Linear
+from .. import Linear, reference
 from . import nvrtc
 
 FORMAT_CODES = {"bf16": 0, "fp8_tensor": 1, "fp8_channel": 2, "fp8_block": 3, "nvfp4": 4}
@@ -77,13 +77,17 @@ def norm_linear(
     hidden: Tensor, norm_weight: Tensor, weight: Linear, *, eps: float, role: Role, out: Tensor | None = None
 ) -> Tensor:
     """As `ops.reference.norm_linear`; hidden: bf16."""
+    if unserved(weight.weight):
+        return reference.norm_linear(hidden, norm_weight, weight, eps=eps, role=role, out=out)
     if role == "step":
         return _step(hidden, weight, norm=1, norm_weight=norm_weight, eps=eps, out=out)
     return linear(rms_norm(hidden, norm_weight, eps=eps), weight, role, out=out)
 
 
 def linear(x: Tensor, linear: Linear, role: Role, *, out: Tensor | None = None) -> Tensor:
-    """As `ops.reference.linear`; x: bf16."""
+    """As `ops.reference.linear`; x: bf16, or fp32 for an fp32 result (logits), which the reference gives."""
+    if x.dtype == torch.float32 or unserved(linear.weight):
+        return reference.linear(x, linear, role, out=out)
     if role == "step":
         return _step(x, linear, norm=0, out=out)
     y = _prompt_product(x, linear)
@@ -103,6 +107,10 @@ def norm_linear_residual(
     out: Tensor | None = None,
 ) -> Tensor:
     """As `ops.reference.norm_linear_residual`; bf16, one rounding after the residual is added."""
+    if unserved(weight.weight):
+        return reference.norm_linear_residual(
+            y, z, norm_weight, weight, residual, groups=groups, eps=eps, role=role, out=out
+        )
     if role == "step":
         return _step(
             y, weight, norm=2, z=z, norm_weight=norm_weight, groups=groups, eps=eps, residual=residual, out=out
@@ -155,15 +163,14 @@ def pack(weight: Nvfp4) -> tuple[Tensor, Tensor]:
     return words.contiguous().flatten(), code.contiguous().flatten()
 
 
-def check_linear(name: str, weight: Weight) -> None:
-    """Raise NoKernel, at load time, for a matrix that linear.cu cannot take."""
+def unserved(weight: Weight) -> str:
+    """Why the kernels cannot take a matrix, so that the reference's torch runs it; "" when they can."""
     rows, columns = weight.shape
     if rows % ROWS_PER_TILE or columns % INPUTS_PER_CHUNK:
-        raise NoKernel(
-            f"{name}: the GPU kernels need out % 16 = 0 and in % 64 = 0, found [{rows}, {columns}]; run it on the CPU"
-        )
+        return f"no kernel for [{rows}, {columns}] (out % 16, in % 64): plain torch"
     if isinstance(weight, Plain) and weight.weight.dtype != torch.bfloat16:
-        raise NoKernel(f"{name}: plain weights must be bfloat16 on the GPU, found {weight.weight.dtype}")
+        return f"no kernel for plain {str(weight.weight.dtype).removeprefix('torch.')} weights: plain torch"
+    return ""
 
 
 def linear_cost(weight: Weight, rows: int) -> tuple[int, int]:
