@@ -7,13 +7,14 @@ import re
 import subprocess
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch
 
 from nemotron_mamba2.formats import Nvfp4, dequantize
-from nemotron_mamba2.ops import reference
+from nemotron_mamba2.ops import gpu, reference
 from nemotron_mamba2.ops.gpu import nvrtc
 
 linear = import_module("nemotron_mamba2.ops.gpu.linear")  # the package names the functions
@@ -113,6 +114,13 @@ def unpack(weight: Nvfp4) -> torch.Tensor:
             value = e2m1[magnitude.long()] * (1 - 2 * sign) * scale
             out[:, half, :, :, :, :, pair, element] = value.permute(0, 2, 1, 3, 4)
     return out.reshape(rows, columns) * weight.global_scale
+
+
+@pytest.mark.parametrize("name", reference.__all__)
+def test_both_back_ends_have_the_same_signature(name: str) -> None:
+    ours, theirs = getattr(reference, name), getattr(gpu, name)
+    if callable(ours):
+        assert list(signature(theirs).parameters) == list(signature(ours).parameters)
 
 
 def test_packing_keeps_every_value() -> None:

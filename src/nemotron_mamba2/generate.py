@@ -89,8 +89,9 @@ class Model:
     ) -> Model:
         """Load a checkpoint directory, or a hub id.
 
-        device: "auto" is the CPU: on a GPU only the step rows of Mamba-2 layers have kernels so far. dtype: of the activations; None: the checkpoint's. progress: is
-        called with bytes done and bytes in all. Raises: CheckpointError, ConfigError, FormatError, NoKernel.
+        device: "auto" is the CPU (on a GPU only the step rows of Mamba-2 layers have kernels so far). dtype: of the
+        activations; None: the checkpoint's. progress: is called with bytes done and bytes in all. Raises:
+        CheckpointError, ConfigError, FormatError, NoKernel.
         """
         policy = policy or Policy()
         directory = resolve(path)

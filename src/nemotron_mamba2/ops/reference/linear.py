@@ -31,12 +31,16 @@ FEW_ROWS = 16  # up to here one pass over the copy beats upcasting the weight (m
 TILE_ROWS: dict[Role, int] = {"prompt": 64, "step": 1}  # rows of every product under reproducible
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float, groups: int = 1, out: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float, groups: int = 1, gate: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight, over each of `groups` equal parts of the last dimension.
 
-    x: bf16 or fp32 [T, d]. weight: fp32 [d]. Returns: [T, d] in the dtype of x, rounded once from fp32.
+    x: bf16 or fp32 [T, d]. weight: fp32 [d]. gate: [T, d]; x · silu(gate) takes the place of x. Returns: [T, d] in the
+    dtype of x, rounded once from fp32.
     """
-    parts = x.float().unflatten(-1, (groups, -1))
+    wide = x.float() if gate is None else x.float() * silu(gate.float())
+    parts = wide.unflatten(-1, (groups, -1))
     scale = torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)
     return _store((parts * scale).flatten(-2) * weight, x.dtype, out)
 
@@ -90,8 +94,7 @@ def norm_linear_residual(
 
     y, z: [T, d_inner]. norm_weight: fp32 [d_inner]. residual: [T, hidden]. Returns: [T, hidden] in residual's dtype.
     """
-    gated = y.float() * silu(z.float())
-    normed = rms_norm(gated, norm_weight, eps=eps, groups=groups).to(residual.dtype)
+    normed = rms_norm(y, norm_weight, eps=eps, groups=groups, gate=z)
     return _store(residual.float() + linear(normed, weight, role).float(), residual.dtype, out)
 
 
