@@ -345,7 +345,7 @@ class DemoModel(nn.Module):
                 continue
             out = name.endswith(("out_proj.weight", "o_proj.weight", "down_proj", "down_proj.weight"))
             parameter.normal_(std=parameter.shape[-1] ** -0.5 * (depth**-0.5 if out else 1.0))
-        self.backbone.embeddings.weight.normal_(std=1.0)
+        self.backbone.embeddings.weight.normal_(std=0.5)
         self.lm_head.weight.normal_(std=0.02)
         for module in self.modules():
             if isinstance(module, Mamba2):
