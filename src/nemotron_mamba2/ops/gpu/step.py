@@ -92,7 +92,7 @@ def step_cost(state: LayerState, sequences: int, rows: int) -> tuple[int, int]:
 @cache
 def _kernel(device: int, defines: tuple[tuple[str, int], ...]) -> nvrtc.Kernel:
     threads = 32 * dict(defines)["WARPS"]
-    return nvrtc.load(nvrtc.source("common.cuh", "step.cu"), "step", defines, threads=threads, shared_bytes=0)
+    return nvrtc.load(nvrtc.source("common.cuh", "state.cuh", "step.cu"), "step", defines, threads=threads, shared_bytes=0)
 
 
 def _key(seed: int, layer: int) -> int:
