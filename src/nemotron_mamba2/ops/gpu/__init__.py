@@ -1,22 +1,23 @@
 """NVIDIA GPU back end: the names and signatures of `ops.reference`, served by kernels.
 
 Step rows run CUDA C++ that NVRTC compiles at run time: `linear.cu` and `linear_many.cu` for products of every format
-(norms fused in at one row), `step.cu` for convolution and recurrence. Prompt rows: cuBLAS for products. What has no
-kernel here yet is the reference's own, which torch runs on the device.
+(norms fused in at one row), `step.cu` for convolution and recurrence. Prompt rows: `conv.cu` and `scan.cu`; products on
+cuBLAS, with casts and dequantised weights from `cast.cu` and `dequantize.cu`. What has no kernel here is the reference's
+own, which torch runs on the device.
 """
 
 from ..reference import (
     CHUNK_ROWS,
     attention,
-    conv,
     quantize,
     route,
     routed_experts,
-    scan,
     scan_rows,
     store_kv,
 )
+from .conv import conv
 from .linear import linear, norm_linear, norm_linear_residual, pack, rms_norm, unserved
+from .scan import scan
 from .step import step
 
 __all__ = [

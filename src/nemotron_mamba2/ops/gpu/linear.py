@@ -5,7 +5,7 @@ are read as they lie in the checkpoint; NVFP4 is repacked once into mma fragment
 inside the product; above, a kernel of its own writes the same bits. How many tiles a warp holds depends on the row
 count; the number of slices of K does not, and it alone (with the instruction) decides a row's bits.
 
-Prompt rows run on cuBLAS: bf16, or FP8 codes through `torch._scaled_mm`.
+Prompt rows run on cuBLAS (`prompt.py`); under `reproducible` on the kernels of step rows.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ...batch import Role
 from ...errors import ShapeError
-from ...formats import E4M3, E4M3_MAX, Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight, dequantize
+from ...formats import Nvfp4, Plain, Weight
 from .. import Linear, reference
-from . import nvrtc
+from . import nvrtc, prompt
+from .nvrtc import argument, rows16
 
 FORMAT_CODES = {"bf16": 0, "fp8_tensor": 1, "fp8_channel": 2, "fp8_block": 3, "nvfp4": 4}
 FUSED_ROWS = 1  # above, norming once beats norming in every block (measured)
@@ -81,7 +82,7 @@ def norm_linear(
         return reference.norm_linear(hidden, norm_weight, weight, eps=eps, role=role, out=out)
     if role == "step":
         return _step(hidden, weight, norm=1, norm_weight=norm_weight, eps=eps, out=out)
-    return linear(rms_norm(hidden, norm_weight, eps=eps), weight, role, out=out)
+    return _prompt(hidden, weight, norm_weight=norm_weight, eps=eps, out=out)
 
 
 def linear(x: Tensor, linear: Linear, role: Role, *, out: Tensor | None = None) -> Tensor:
@@ -90,8 +91,7 @@ def linear(x: Tensor, linear: Linear, role: Role, *, out: Tensor | None = None) 
         return reference.linear(x, linear, role, out=out)
     if role == "step":
         return _step(x, linear, norm=0, out=out)
-    y = _prompt_product(x, linear)
-    return y if out is None else out.copy_(y)
+    return _prompt(x, linear, out=out)
 
 
 def norm_linear_residual(
@@ -115,8 +115,7 @@ def norm_linear_residual(
         return _step(
             y, weight, norm=2, z=z, norm_weight=norm_weight, groups=groups, eps=eps, residual=residual, out=out
         )
-    normed = rms_norm(y, norm_weight, eps=eps, groups=groups, gate=z)
-    product = _prompt_product(normed, weight)
+    product = _prompt(y, weight, norm_weight=norm_weight, groups=groups, eps=eps, gate=z)
     return torch.add(residual, product, out=out)
 
 
@@ -124,7 +123,7 @@ def rms_norm(
     x: Tensor, weight: Tensor, *, eps: float, groups: int = 1, gate: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """RMSNorm of x, or of x · silu(gate), over each of `groups` parts of a row; x: bf16 [T, d]. Returns: the same."""
-    x, gate = _rows16(x), None if gate is None else _rows16(gate)
+    x, gate = rows16(x), None if gate is None else rows16(gate)
     rows, width = x.shape
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device) if out is None else out
     if not rows:
@@ -198,13 +197,13 @@ def _step(
     y = torch.empty(rows, rows_out, dtype=x.dtype, device=x.device) if out is None else out
     if not rows:
         return y
-    x = _rows16(x)
+    x = rows16(x)
     fused_bytes = rows * (columns + 32) * 2
     if norm and (rows > FUSED_ROWS or fused_bytes > FUSED_SHARED_BYTES):
         x = rms_norm(x, norm_weight, eps=eps, groups=groups, gate=z)  # type: ignore[arg-type]
         norm, fused_bytes = 0, 0
-    z = x if z is None or not norm else _rows16(z)
-    residual_rows = None if residual is None else _rows16(residual)
+    z = x if z is None or not norm else rows16(z)
+    residual_rows = None if residual is None else rows16(residual)
     count, tile = slices(rows_out, columns), tiles(linear.weight.format, rows_out, rows)
     kernel = _kernel(
         x.device.index,
@@ -243,18 +242,26 @@ def _operands(linear: Linear) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return weight.weight, None, None if isinstance(weight, Plain) else weight.scale
 
 
-def _prompt_product(x: Tensor, linear: Linear) -> Tensor:
-    weight = linear.weight if linear.prompt_weight is None else linear.prompt_weight
-    if linear.prompt == "none":
-        return x @ dequantize(weight, x.dtype).T
-    if isinstance(weight, Fp8Tensor):
-        assert weight.input_scale is not None  # the plan's promise
-        codes = (x.float() / weight.input_scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
-        return torch._scaled_mm(codes, weight.weight.T, weight.input_scale, weight.scale, out_dtype=x.dtype)
-    assert isinstance(weight, Fp8Channel)
-    scale = (x.float().abs().amax(-1, keepdim=True) / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
-    codes = (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
-    return torch._scaled_mm(codes, weight.weight.T, scale, weight.scale.unsqueeze(0), out_dtype=x.dtype)
+def _prompt(
+    x: Tensor,
+    linear: Linear,
+    *,
+    norm_weight: Tensor | None = None,
+    groups: int = 1,
+    eps: float = 0.0,
+    gate: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Prompt rows on cuBLAS or, so that a row's bits depend on nothing else, on the kernels of step rows."""
+    if linear.prompt != "none":
+        codes = prompt.cast(x, linear, norm_weight=norm_weight, groups=groups, eps=eps, gate=gate)
+        if not linear.reproducible:
+            return prompt.product(codes, linear, out=out)
+        y = _step(codes.values.to(x.dtype), Linear(prompt.prompt_weight(linear)), norm=0)
+        return torch.mul(y, codes.scale, out=out)
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps=eps, groups=groups, gate=gate)
+    return _step(x, linear, norm=0, out=out) if linear.reproducible else prompt.product(x, linear, out=out)
 
 
 def shared_bytes(slice_count: int, tile: Tiles, *, normed_bytes: int) -> int:
@@ -302,21 +309,4 @@ def _norm_kernel(device: int, width: int, groups: int, gated: bool) -> nvrtc.Ker
     defines = (("K_", width), ("GROUPS", groups), ("GATED_", int(gated)))
     return nvrtc.load(
         nvrtc.source("common.cuh", "norm.cuh", "norm.cu"), "norm_rows", defines, threads=256, shared_bytes=0
-    )
-
-
-def _rows16(x: Tensor) -> Tensor:
-    """x with unit inner stride and rows that begin at multiples of 16 bytes."""
-    aligned = x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return x if aligned else x.contiguous()
-
-
-def argument(value: Tensor | int | float | None) -> ctypes._SimpleCData[Any]:
-    """A kernel argument: a tensor's address, a 64-bit integer, or a float."""
-    if isinstance(value, float):
-        return ctypes.c_float(value)
-    return (
-        ctypes.c_longlong(value)
-        if isinstance(value, int)
-        else ctypes.c_void_p(None if value is None else value.data_ptr())
     )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...config import cache_dir
 from ...errors import NoKernel
@@ -172,3 +173,20 @@ def _check(status: int, call: str) -> None:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(status, ctypes.byref(text))
         raise RuntimeError(f"{call}: {(text.value or b'unknown error').decode()}")
+
+
+def rows16(x: Tensor) -> Tensor:
+    """x with unit inner stride and rows that begin at multiples of 16 bytes."""
+    aligned = x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return x if aligned else x.contiguous()
+
+
+def argument(value: Tensor | int | float | None) -> ctypes._SimpleCData[Any]:
+    """A kernel argument: a tensor's address, a 64-bit integer, or a float."""
+    if isinstance(value, float):
+        return ctypes.c_float(value)
+    return (
+        ctypes.c_longlong(value)
+        if isinstance(value, int)
+        else ctypes.c_void_p(None if value is None else value.data_ptr())
+    )

@@ -17,7 +17,7 @@ from ...batch import Rows
 from ...errors import ShapeError
 from .. import LayerState
 from . import nvrtc
-from .linear import argument
+from .nvrtc import argument
 
 STATE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FEW_SEQUENCES = 4  # below this, small blocks keep more multiprocessors busy
@@ -72,7 +72,7 @@ def step(
             *map(argument, (out, state.ssm, state.ring_x, state.ring_B, state.ring_dt, state.ring_conv, xbc, dt)),
             *map(argument, (*rows.cursors, conv_weight, conv_bias, dt_bias, A_log, D)),
             *map(argument, (out.stride(0), xbc.stride(0), dt.stride(0), state.pad_slot)),
-            ctypes.c_uint(_key(state.seed, state.layer)),
+            ctypes.c_uint(state_key(state.seed, state.layer)),
             *map(argument, (low, high)),
         ],
     )
@@ -92,10 +92,13 @@ def step_cost(state: LayerState, sequences: int, rows: int) -> tuple[int, int]:
 @cache
 def _kernel(device: int, defines: tuple[tuple[str, int], ...]) -> nvrtc.Kernel:
     threads = 32 * dict(defines)["WARPS"]
-    return nvrtc.load(nvrtc.source("common.cuh", "state.cuh", "step.cu"), "step", defines, threads=threads, shared_bytes=0)
+    return nvrtc.load(
+        nvrtc.source("common.cuh", "state.cuh", "step.cu"), "step", defines, threads=threads, shared_bytes=0
+    )
 
 
-def _key(seed: int, layer: int) -> int:
+def state_key(seed: int, layer: int) -> int:
+    """What the kernels mix with a position to draw the bits of stochastic rounding."""
     key = 0
     for word in (seed, layer):
         key ^= word & 0xFFFFFFFF
