@@ -1,13 +1,15 @@
 // silu(causal depthwise conv + bias) over ragged prompt rows, and softplus of dt; fills the rings. One launch.
 //
-// A thread takes 8 channels of TILE rows of one sequence, all loads in flight at once; tiles of a sequence start at its
+// A thread takes VEC channels of TILE rows of one sequence, STEP rows in flight; tiles of a sequence start at its
 // first row, so that only its first tile reads the rings. That tile also does what the rings need, each thread for its
 // own channels: live window rows go in front of the new ones, then the rows after the last multiple of W and the last raw
 // rows go into the rings. What it writes there no other thread reads, and it reads before it writes.
 //
-// blockIdx.x: tile; blockIdx.y: 8 · THREADS channels, or, past those, THREADS heads of dt.
+// blockIdx.x: tile; blockIdx.y: VEC · THREADS channels, or, past those, THREADS heads of dt.
 
-constexpr int CONV = H * P + 2 * G * N, CHANNEL_BLOCKS = (CONV / 8 + THREADS - 1) / THREADS, TAIL = KW - 1;
+constexpr int VEC = 4;  // channels of a thread: with 8, weights and window alone take 100 registers
+constexpr int CONV = H * P + 2 * G * N, CHANNEL_BLOCKS = (CONV / VEC + THREADS - 1) / THREADS, TAIL = KW - 1;
+constexpr int STEP = 8;  // rows in flight
 
 struct Place {
   int sequence, tile;
@@ -36,22 +38,24 @@ DEVICE Place find(const long long* positions, const long long* boundaries, const
   }
 }
 DEVICE int modulo(long long t, int length) { return (int)((t % length + length) % length); }
-
-DEVICE uint4 convolved(const uint4* raw, const float (*weight)[KW], const float* bias) {
-  u32 out[4];
+DEVICE void widen4(uint2 q, float* v) { v[0] = low(q.x); v[1] = high(q.x); v[2] = low(q.y); v[3] = high(q.y); }
+// One more row of VEC channels: the window of raw rows moves on by one. Oldest tap first, as in `step.cu`.
+DEVICE uint2 next_row(float (*window)[VEC], uint2 raw, const float (*weight)[KW], const float* bias) {
+  float now[VEC], out[VEC];
+  widen4(raw, now);
 #pragma unroll
-  for (int w = 0; w < 4; w++) {
-    float lo = 0.f, hi = 0.f;
+  for (int e = 0; e < VEC; e++) {
+    float acc = 0.f;
 #pragma unroll
-    for (int tap = 0; tap < KW; tap++) {
-      u32 v = ((const u32*)&raw[tap])[w];
-      lo = fmaf(low(v), weight[2 * w][tap], lo);
-      hi = fmaf(high(v), weight[2 * w + 1][tap], hi);
-    }
-    if (HAS_BIAS) { lo += bias[2 * w]; hi += bias[2 * w + 1]; }
-    out[w] = narrow2(silu(lo), silu(hi));
+    for (int tap = 0; tap < TAIL; tap++) acc = fmaf(window[tap][e], weight[e][tap], acc);
+    acc = fmaf(now[e], weight[e][TAIL], acc);
+    if (HAS_BIAS) acc += bias[e];
+    out[e] = __fdividef(acc, 1.f + __expf(fminf(-acc, 80.f)));
+#pragma unroll
+    for (int tap = 0; tap + 1 < TAIL; tap++) window[tap][e] = window[tap + 1][e];
+    window[TAIL - 1][e] = now[e];
   }
-  return make_uint4(out[0], out[1], out[2], out[3]);
+  return make_uint2(narrow2(out[0], out[1]), narrow2(out[2], out[3]));
 }
 
 extern "C" __global__ __launch_bounds__(THREADS) void conv(
@@ -59,71 +63,106 @@ extern "C" __global__ __launch_bounds__(THREADS) void conv(
     const long long* slots, const long long* positions, const long long* boundaries, const long long* cu_rows,
     const float* conv_weight, const float* conv_bias, const float* dt_bias, long long ld_wide, long long ld_wide_dt,
     long long ld_xbc, long long ld_dt, int sequences, float low_limit, float high_limit) {
-  wait_for_inputs();
-  let_next_start();
   Place at = find(positions, boundaries, cu_rows, sequences);
   long long slot = slots[at.sequence], position = positions[at.sequence], boundary = boundaries[at.sequence];
   long long first = cu_rows[at.sequence], rows = cu_rows[at.sequence + 1] - first, from = (long long)at.tile * TILE;
   int live = (int)(position - boundary);
-  long long window = max((position + rows) / W * W - position, 0ll);  // the first new row that the rings keep
+  int window = (int)max(rows - (position + rows) % W, 0ll);  // the first new row that the rings keep
   wide += (first + at.front + live) * ld_wide;
   wide_dt += (first + at.front + live) * ld_wide_dt;
 
   if (blockIdx.y >= CHANNEL_BLOCKS) {  // dt
     int head = (blockIdx.y - CHANNEL_BLOCKS) * THREADS + threadIdx.x;
+    float bias = head < H ? dt_bias[head] : 0.f;
+    wait_for_inputs();
+    let_next_start();
     if (head >= H) return;
     dt_raw += first * ld_dt + head;
     ring_dt += slot * R * H + head;
-    float bias = dt_bias[head];
-    auto step = [&](long long row) {
-      float raw = widen(dt_raw[row * ld_dt]) + bias;
-      float dt = fmaxf(raw, 0.f) + log1pf(expf(-fabsf(raw)));
+    auto step = [&](u16 bits) {
+      float raw = widen(bits) + bias, dt = fmaxf(raw, 0.f) + log1pf(expf(-fabsf(raw)));
       return HAS_LIMIT ? fminf(fmaxf(dt, low_limit), high_limit) : dt;
     };
+    for (int k0 = 0; k0 < TILE && from + k0 < rows; k0 += STEP) {
+      u16 bits[STEP];
 #pragma unroll
-    for (int k = 0; k < TILE; k++)
-      if (from + k < rows) wide_dt[(from + k) * ld_wide_dt + head] = step(from + k);
+      for (int k = 0; k < STEP; k++) bits[k] = dt_raw[min(from + k0 + k, rows - 1) * ld_dt];
+#pragma unroll
+      for (int k = 0; k < STEP; k++)
+        if (from + k0 + k < rows) wide_dt[(from + k0 + k) * ld_wide_dt + head] = step(bits[k]);
+    }
     if (at.tile) return;
     for (int k = 0; k < live; k++) wide_dt[(k - live) * ld_wide_dt + head] = ring_dt[(boundary + k) % R * H];
-    for (long long k = window; k < rows; k++) ring_dt[(position + k) % R * H] = step(k);
+    for (int k0 = window; k0 < rows; k0 += STEP) {
+      u16 bits[STEP];
+#pragma unroll
+      for (int k = 0; k < STEP; k++) bits[k] = dt_raw[min(k0 + k, (int)rows - 1) * ld_dt];
+#pragma unroll
+      for (int k = 0; k < STEP; k++)
+        if (k0 + k < rows) ring_dt[(position + k0 + k) % R * H] = step(bits[k]);
+    }
     return;
   }
 
-  int channel = 8 * (blockIdx.y * THREADS + threadIdx.x);
-  if (channel >= CONV) return;
+  int channel = VEC * (blockIdx.y * THREADS + threadIdx.x);
+  bool mine = channel < CONV;
+  float weight[VEC][KW], bias[VEC];
+#pragma unroll
+  for (int e = 0; e < VEC; e++) {
+#pragma unroll
+    for (int tap = 0; tap < KW; tap++) weight[e][tap] = mine ? conv_weight[(channel + e) * KW + tap] : 0.f;
+    bias[e] = HAS_BIAS && mine ? conv_bias[channel + e] : 0.f;
+  }
+  wait_for_inputs();
+  let_next_start();
+  if (!mine) return;
   xbc += first * ld_xbc + channel;
   ring_conv += slot * KR * CONV + channel;
-  float weight[8][KW], bias[8];
-#pragma unroll
-  for (int e = 0; e < 8; e++) {
-#pragma unroll
-    for (int tap = 0; tap < KW; tap++) weight[e][tap] = conv_weight[(channel + e) * KW + tap];
-    bias[e] = HAS_BIAS ? conv_bias[channel + e] : 0.f;
-  }
-  auto raw = [&](long long row) {  // also of the TAIL rows before the new ones
-    return row < 0 ? *(const uint4*)(ring_conv + modulo(position + row, KR) * CONV) : *(const uint4*)(xbc + row * ld_xbc);
+  auto raw = [&](long long row) {  // also of the TAIL rows before the new ones; past the last one, that one
+    row = min(row, rows - 1);
+    return row < 0 ? *(const uint2*)(ring_conv + modulo(position + row, KR) * CONV) : *(const uint2*)(xbc + row * ld_xbc);
   };
-  uint4 q[TILE + TAIL];
+  // Rows from, from + 1, … as long as they are before `end`, STEP of them in flight while as many are computed.
+  auto run = [&](long long from, long long end, auto store) {
+    float past[TAIL][VEC];
+    uint2 q[STEP], ahead[STEP];
 #pragma unroll
-  for (int k = 0; k < TILE + TAIL; k++) q[k] = raw(min(from + k - TAIL, rows - 1));
+    for (int k = 0; k < TAIL; k++) widen4(raw(from + k - TAIL), past[k]);
 #pragma unroll
-  for (int k = 0; k < TILE; k++)
-    if (from + k < rows) *(uint4*)(wide + (from + k) * ld_wide + channel) = convolved(q + k, weight, bias);
+    for (int k = 0; k < STEP; k++) ahead[k] = raw(from + k);
+    for (; from < end; from += STEP) {
+#pragma unroll
+      for (int k = 0; k < STEP; k++) q[k] = ahead[k];
+      if (from + STEP < end)
+#pragma unroll
+        for (int k = 0; k < STEP; k++) ahead[k] = *(const uint2*)(xbc + min(from + STEP + k, rows - 1) * ld_xbc);
+#pragma unroll
+      for (int k = 0; k < STEP; k++) {
+        uint2 out = next_row(past, q[k], weight, bias);
+        if (from + k < end) store(from + k, out);
+      }
+    }
+  };
+  run(from, min(from + TILE, rows), [&](long long row, uint2 v) { *(uint2*)(wide + row * ld_wide + channel) = v; });
   if (at.tile) return;
 
   u16* ring = channel < H * P ? ring_x + slot * R * H * P + channel : ring_B + slot * R * G * N + channel - H * P;
   int pitch = channel < H * P ? H * P : G * N;
   bool kept = channel < H * P + G * N;
-  for (int k = 0; k < live; k++)
-    *(uint4*)(wide + (k - live) * ld_wide + channel) =
-        kept ? *(const uint4*)(ring + (boundary + k) % R * pitch) : make_uint4(0, 0, 0, 0);
-  if (kept)
-    for (long long row = window; row < rows; row++) {
-      uint4 taps[KW];
+  for (int k0 = 0; k0 < live; k0 += STEP) {
+    uint2 q[STEP];
 #pragma unroll
-      for (int tap = 0; tap < KW; tap++) taps[tap] = raw(row - TAIL + tap);
-      *(uint4*)(ring + (position + row) % R * pitch) = convolved(taps, weight, bias);
-    }
-  for (long long row = max(rows - KR, 0ll); row < rows; row++)
-    *(uint4*)(ring_conv + (position + row) % KR * CONV) = *(const uint4*)(xbc + row * ld_xbc);
+    for (int k = 0; k < STEP; k++) q[k] = kept ? *(const uint2*)(ring + (boundary + min(k0 + k, live - 1)) % R * pitch) : make_uint2(0, 0);
+#pragma unroll
+    for (int k = 0; k < STEP; k++)
+      if (k0 + k < live) *(uint2*)(wide + (k0 + k - live) * ld_wide + channel) = q[k];
+  }
+  if (kept && window < rows)
+    run(window, rows, [&](long long row, uint2 v) { *(uint2*)(ring + (position + row) % R * pitch) = v; });
+  uint2 last[KR];
+#pragma unroll
+  for (int k = 0; k < KR; k++) last[k] = raw(max(rows - KR + k, 0ll));
+#pragma unroll
+  for (int k = 0; k < KR; k++)
+    if (rows - KR + k >= 0) *(uint2*)(ring_conv + (position + rows - KR + k) % KR * CONV) = last[k];
 }

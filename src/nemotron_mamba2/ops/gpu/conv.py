@@ -17,8 +17,12 @@ from ..reference import scan_rows
 from . import nvrtc
 from .nvrtc import argument, rows16
 
-TILE_ROWS = 8  # rows of one thread (measured)
 THREADS = 128
+
+
+def tile_rows(total_rows: int) -> int:
+    """Rows of one thread: few keep all multiprocessors busy, many spare the start of a block (measured)."""
+    return 8 if total_rows <= 1024 else 16 if total_rows <= 2048 else 32 if total_rows <= 4096 else 64
 
 
 def conv(
@@ -53,9 +57,10 @@ def conv(
     rings = (("R", state.ring_dt.shape[1]), ("KR", state.ring_conv.shape[1]), ("KW", weight.shape[1]))
     flags = (("HAS_BIAS", int(bias is not None)), ("HAS_LIMIT", int(time_step_limit is not None)))
     low, high = time_step_limit or (0.0, 0.0)
-    tiles = sum(-(-count // TILE_ROWS) for count in rows.rows)
-    blocks = -(-width // (8 * THREADS)) + -(-H // THREADS)
-    _kernel(xbc.device.index, (*shape, *rings, *flags)).launch(
+    tile = tile_rows(rows.total_rows)
+    tiles = sum(-(-count // tile) for count in rows.rows)
+    blocks = -(-width // (4 * THREADS)) + -(-H // THREADS)
+    _kernel(xbc.device.index, (*shape, *rings, *flags, ("TILE", tile))).launch(
         (tiles, blocks),
         0,
         [
@@ -76,5 +81,5 @@ def conv_cost(state: LayerState, rows: int) -> tuple[int, int]:
 
 @cache
 def _kernel(device: int, defines: tuple[tuple[str, int], ...]) -> nvrtc.Kernel:
-    defines = (*defines, ("TILE", TILE_ROWS), ("THREADS", THREADS))
+    defines = (*defines, ("THREADS", THREADS))
     return nvrtc.load(nvrtc.source("common.cuh", "conv.cu"), "conv", defines, threads=THREADS, shared_bytes=0)

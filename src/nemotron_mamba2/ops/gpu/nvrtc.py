@@ -87,10 +87,13 @@ def compile_cubin(text: str, defines: Sequence[tuple[str, int]], architecture: s
     return cached
 
 
-def load(text: str, name: str, defines: Sequence[tuple[str, int]], *, threads: int, shared_bytes: int) -> Kernel:
-    """Compile for the current device and load. shared_bytes: the most dynamic shared memory of any launch."""
+def load(
+    text: str, name: str, defines: Sequence[tuple[str, int]], *, threads: int, shared_bytes: int, specific: bool = False
+) -> Kernel:
+    """Compile for the current device and load. shared_bytes: the most dynamic shared memory of any launch. specific:
+    with instructions that only this architecture has, such as wgmma of sm_90a."""
     major, minor = torch.cuda.get_device_capability()
-    image = compile_cubin(text, defines, f"sm_{major}{minor}")
+    image = compile_cubin(text, defines, f"sm_{major}{minor}" + "a" * specific)
     driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
     torch.cuda.current_stream()  # the context exists from here on
     _check(driver.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")

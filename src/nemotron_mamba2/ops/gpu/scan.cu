@@ -73,7 +73,7 @@ DEVICE void store_pair(void* ssm, long long at, float a, float b) {  // of value
 #endif
 }
 
-extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void scan(
+extern "C" __global__ __launch_bounds__(THREADS, 1) void scan(
     u16* y, void* ssm, const u16* xbc, const float* dt, const long long* slots, const long long* positions,
     const long long* boundaries, const long long* cu_rows, const float* A_log, const float* D, long long ld_y,
     long long ld_xbc, long long ld_dt, u32 key) {

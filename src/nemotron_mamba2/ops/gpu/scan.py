@@ -8,6 +8,7 @@ blocks follows the number of heads and sequences; a row's bits do not depend on 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -20,7 +21,6 @@ from . import nvrtc
 from .nvrtc import argument, rows16
 from .step import STATE_CODES, state_key
 
-THREADS = 256
 CHUNK = 64
 
 
@@ -51,13 +51,12 @@ def scan(
     xbc = rows16(xbc)
     if out.stride(-1) != 1 or out.stride(0) % 2:
         raise ShapeError("scan: out needs a unit inner stride and rows that begin at multiples of 4 bytes")
-    columns, stages, blocks = cut(H, P, N, len(rows.slots), xbc.device)
+    how = cut(H, P, N, len(rows.slots), xbc.device)
     shape = (("H", H), ("P", P), ("G", state.ring_B.shape[2]), ("N", N), ("W", W))
     flags = (("STATE", STATE_CODES[state.ssm.dtype]), ("ROUND", int(reproducible)))
-    tile = (("PT", columns), ("STAGES", stages), ("BLOCKS", blocks))
-    _kernel(xbc.device.index, (*shape, *flags, *tile)).launch(
-        (H * (P // columns), len(rows.slots)),
-        shared_bytes(columns, N, stages),
+    _kernel(xbc.device.index, (*shape, *flags, ("PT", how.columns), ("STAGES", how.stages)), how.hopper).launch(
+        (H * (P // how.columns), len(rows.slots)),
+        shared_bytes(how, N),
         [
             *map(argument, (out, state.ssm, xbc, dt, *rows.cursors, A_log, D)),
             *map(argument, (out.stride(0), xbc.stride(0), dt.stride(0))),
@@ -67,24 +66,66 @@ def scan(
     return out
 
 
-def cut(H: int, P: int, N: int, sequences: int, device: torch.device) -> tuple[int, int, int]:
-    """(state rows per block, chunks in shared memory, blocks per multiprocessor)."""
+def products(columns: int) -> str:
+    """The wgmma calls of `scan_sm90.cu` for blocks of that many state rows, as CUDA text."""
+    return "\n".join(
+        (
+            _wgmma("wgmma_scores", 64, "descriptor", 0, 0),
+            _wgmma("wgmma_past", columns, "descriptor", 0, 1),
+            _wgmma("wgmma_values", columns, "registers", 0, 1),
+            _wgmma("wgmma_state", columns, "descriptor", 1, 1),
+        )
+    )
+
+
+def _wgmma(name: str, columns: int, a: str, transpose_a: int, transpose_b: int) -> str:
+    """d[64, columns] += a[64, 16] · b[16, columns]; fp32 += bf16 · bf16, columns / 2 sums per thread."""
+    n = columns // 2
+    sums, registers = ",".join(f"%{i}" for i in range(n)), ",".join(f"%{i}" for i in range(n, n + 4))
+    operands = f"{{{registers}}},%{n + 4},p,1,1" if a == "registers" else f"%{n},%{n + 1},p,1,1,{transpose_a}"
+    outputs = ",".join(f'"+f"(d[{i}])' for i in range(n))
+    inputs = ",".join(f'"r"(a[{i}])' for i in range(4)) if a == "registers" else '"l"(a)'
+    return (
+        f"DEVICE void {name}(float* d, {'const u32*' if a == 'registers' else 'unsigned long long'} a, "
+        "unsigned long long b) {\n"
+        f'  asm volatile("{{.reg .pred p; setp.eq.u32 p,0,0; wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 '
+        f'{{{sums}}},{operands},{transpose_b};}}" : {outputs} : {inputs},"l"(b));\n}}'
+    )
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How blocks share the work. columns: state rows of a block; stages: chunks in shared memory; hopper: on wgmma."""
+
+    columns: int
+    stages: int
+    hopper: bool
+
+
+def cut(H: int, P: int, N: int, sequences: int, device: torch.device) -> Cut:
+    """The cut for a shape: two blocks per head where heads alone leave multiprocessors idle."""
     properties = torch.cuda.get_device_properties(device)
     limit: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    hopper = (properties.major, properties.minor) == (9, 0) and N % 64 == 0
     columns = P
     if P % 32 == 0 and 2 * H * sequences <= properties.multi_processor_count:
         columns = P // 2
-    for stages, blocks in ((3, 1), (2, 1)):
-        if shared_bytes(columns, N, stages) * blocks <= limit:
-            return columns, stages, blocks
-    return 16, 2, 1
+    for size in (columns, 16):
+        for stages in (4, 3, 2):
+            how = Cut(size, stages, hopper)
+            if shared_bytes(how, N) <= limit:
+                return how
+    return Cut(16, 2, hopper=False)
 
 
-def shared_bytes(columns: int, N: int, stages: int) -> int:
-    """Dynamic shared memory of a block: struct Shared of `scan.cu`."""
+def shared_bytes(how: Cut, N: int) -> int:
+    """Dynamic shared memory of a block: struct Shared of the kernel."""
+    columns = how.columns
+    if how.hopper:
+        stage = 2 * CHUNK * (2 * N + columns) + 6 * 4 * CHUNK
+        return how.stages * -(-stage // 1024) * 1024 + 2 * columns * (CHUNK + 2 * N) + 16 * CHUNK
     stage = CHUNK * (2 * 2 * (N + 8) + 2 * (columns + 8) + 4)
-    partial = THREADS * columns // 16 * 16
-    return stages * stage + 2 * CHUNK * (columns + 8) + 2 * columns * (N + 8) + partial + THREADS // 32 * CHUNK * 4
+    return how.stages * stage + 2 * CHUNK * (columns + 8) + 2 * columns * (N + 8) + 256 * columns + 32 * CHUNK
 
 
 def scan_cost(state: LayerState, sequences: int, rows: int) -> tuple[int, int]:
@@ -95,13 +136,22 @@ def scan_cost(state: LayerState, sequences: int, rows: int) -> tuple[int, int]:
     return traffic, rows * H * (2 * N * (CHUNK * 5 // 8 + 2 * P) + CHUNK * P * 5 // 4)
 
 
+def source(hopper: bool, columns: int) -> str:
+    """The text of a variant."""
+    head = nvrtc.source("common.cuh", "state.cuh")
+    return "\n".join(
+        (head, products(columns), nvrtc.source("scan_sm90.cu")) if hopper else (head, nvrtc.source("scan.cu"))
+    )
+
+
 @cache
-def _kernel(device: int, defines: tuple[tuple[str, int], ...]) -> nvrtc.Kernel:
+def _kernel(device: int, defines: tuple[tuple[str, int], ...], hopper: bool) -> nvrtc.Kernel:
     d = dict(defines)
     return nvrtc.load(
-        nvrtc.source("common.cuh", "state.cuh", "scan.cu"),
+        source(hopper, d["PT"]),
         "scan",
         defines,
-        threads=THREADS,
-        shared_bytes=shared_bytes(d["PT"], d["N"], d["STAGES"]),
+        threads=384 if hopper else 256,
+        shared_bytes=shared_bytes(Cut(d["PT"], d["STAGES"], hopper), d["N"]),
+        specific=hopper,
     )

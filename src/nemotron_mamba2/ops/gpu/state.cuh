@@ -55,3 +55,14 @@ DEVICE Packed pack(const float* v) {
   return make_uint2(half_bits(v[0]) | (u32)half_bits(v[1]) << 16, half_bits(v[2]) | (u32)half_bits(v[3]) << 16);
 #endif
 }
+
+// Single elements of the state in memory; stored values are rounded before.
+DEVICE float load_one(const void* ssm, long long at) {
+  if (STATE == 0) return ((const float*)ssm)[at];
+  u16 bits = ((const u16*)ssm)[at];
+  return STATE == 1 ? widen(bits) : half_value(bits);
+}
+DEVICE void store_one(void* ssm, long long at, float v) {
+  if (STATE == 0) ((float*)ssm)[at] = v;
+  else ((u16*)ssm)[at] = STATE == 1 ? narrow(v) : half_bits(v);
+}

@@ -1,0 +1,307 @@
+// The recurrence of `scan.cu` for Hopper: the same equations and chunks, on wgmma, with warpgroups of three roles.
+//
+// The state group (128 threads) loads chunks with cp.async, sums decays, weights x, and carries the state: accumulators
+// of S[n, p] = Σ_q B[q, n] · weighted[q, p]. Two output groups take chunks in turn: scores C·Bᵀ and C·S start together,
+// scores are weighted in registers while C·S runs, and become the A operand of scores · x. So the state of a chunk waits
+// only for the state before it, and outputs trail by up to two chunks.
+//
+//   ready(c)  state → output group c mod 2:  chunk c, its decays and the state before it lie in shared memory
+//   done(c)   output group → state:          stage and state buffer of chunk c may be written again
+//
+// Tiles in shared memory are panels of rows of 128 bytes (x: 128, 64 or 32, the widest that divides PT), 16-byte units
+// swizzled as wgmma's descriptors expect. wgmma_* come from `scan.py: products`, one function per shape.
+
+constexpr int Q = 64, CONV = H * P + 2 * G * N, PER = H / G, SPLITS = P / PT, THREADS = 384, KN = N / 16, NM = N / 64;
+constexpr int XW = PT % 64 == 0 ? 64 : PT % 32 == 0 ? 32 : 16;  // columns of an x panel
+constexpr int XROW = 2 * XW, XSWIZZLE = XW == 64 ? 1 : XW == 32 ? 2 : 3, TILES = PT / 8;
+
+struct __align__(1024) Stage {  // swizzled tiles begin at whole atoms
+  u16 C[Q * N], B[Q * N], x[Q * PT];
+  float dt[Q], sums[Q], keys[4][Q];  // keys[r][j]: exp(c_(16r−1) − c_j) · dt_j for j < 16r, else 0
+};
+struct Shared {
+  Stage stage[STAGES];
+  u16 weighted[Q * PT];
+  u16 state[2][N * PT];
+  float weight[4][Q];  // exp(c_end − c_q) · dt_q, one copy per warp of the state group
+};
+
+DEVICE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE void copy16(u32 to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
+}
+DEVICE void copy4(u32 to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0],[%1],4,%2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0));
+}
+template <int ID, int COUNT>
+DEVICE void meet() { asm volatile("bar.sync %0,%1;" ::"n"(ID), "n"(COUNT) : "memory"); }
+DEVICE void meet(int id) { asm volatile("bar.sync %0,256;" ::"r"(id) : "memory"); }
+DEVICE void signal(int id) { asm volatile("bar.arrive %0,256;" ::"r"(id) : "memory"); }
+DEVICE void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+DEVICE void finish() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
+DEVICE float decay(float difference) { return __expf(fminf(difference, 0.f)); }
+
+// Matrix descriptors. rows8: bytes from 8 rows to the next 8; panel: bytes from one panel to the next.
+DEVICE unsigned long long matrix(const void* p, int swizzle, int rows8, int panel) {
+  return (unsigned long long)(address(p) >> 4 & 0x3FFF) | (unsigned long long)(panel >> 4) << 16 |
+         (unsigned long long)(rows8 >> 4) << 32 | (unsigned long long)swizzle << 62;
+}
+// Byte places of element (row, column) in the tiles.
+DEVICE int place_wide(int row, int column) {  // C, B: panels of 64 columns
+  return column / 64 * (Q * 128) + row * 128 + ((column % 64 / 8 ^ row & 7) * 16) + column % 8 * 2;
+}
+template <int ROWS>
+DEVICE int place_x(int row, int column) {  // x, weighted, state: panels of XW columns
+  int unit = column % XW / 8, mask = XW == 64 ? row & 7 : XW == 32 ? row >> 1 & 3 : row >> 2 & 1;
+  return column / XW * (ROWS * XROW) + row * XROW + (unit ^ mask) * 16 + column % 8 * 2;
+}
+template <int ROWS>
+DEVICE unsigned long long matrix_x(const u16* tile, int row) {  // rows are K, columns are N
+  return matrix((const u8*)tile + row * XROW, XSWIZZLE, 8 * XROW, ROWS * XROW);
+}
+
+struct Sequence {
+  long long position, boundary, end, last, start, first_row;
+  int chunks;
+};
+
+DEVICE void run_state(Shared& shared, const Sequence& s, void* ssm, const u16* x_rows, const u16* B_rows,
+                      const float* dt_rows, long long ld_xbc, long long ld_dt, long long base, u32 first_element, float A, u32 key) {
+  int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  auto fetch = [&](int c) {
+    if (c < s.chunks) {
+      Stage& stage = shared.stage[c % STAGES];
+      long long from = s.start + (long long)c * Q;
+      bool inside = from >= s.boundary && from + Q <= s.end;
+      constexpr int UNITS = N / 8, XUNITS = PT / 8;
+      u32 to_B = address(stage.B), to_C = address(stage.C), to_x = address(stage.x);
+      auto copy = [&](int row, bool valid, int e_column, bool is_x) {
+        const u16* source = (is_x ? x_rows : B_rows) + (valid ? from + row : s.boundary) * ld_xbc + e_column;
+        if (is_x) {
+          copy16(to_x + place_x<Q>(row, e_column), source, valid);
+        } else {
+          copy16(to_B + place_wide(row, e_column), source, valid);
+          copy16(to_C + place_wide(row, e_column), source + G * N, valid);
+        }
+      };
+#pragma unroll
+      for (int k = 0; k < Q * UNITS / 128; k++) {
+        int e = thread + 128 * k, row = e / UNITS;
+        copy(row, inside || (from + row >= s.boundary && from + row < s.end), e % UNITS * 8, false);
+      }
+#pragma unroll
+      for (int k = 0; k < Q * XUNITS / 128; k++) {
+        int e = thread + 128 * k, row = e / XUNITS;
+        copy(row, inside || (from + row >= s.boundary && from + row < s.end), e % XUNITS * 8, true);
+      }
+      if (thread < Q) {
+        bool valid = from + thread >= s.boundary && from + thread < s.end;
+        copy4(address(&stage.dt[thread]), dt_rows + (valid ? from + thread : s.boundary) * ld_dt, valid);
+      }
+    }
+    asm volatile("cp.async.commit_group;");
+  };
+#pragma unroll
+  for (int c = 0; c < STAGES - 1; c++) fetch(c);
+
+  float S[NM][PT / 2];  // 64 rows n each: rows 16·warp + g, + 8; columns p = 8j + 2t, + 1
+  auto element = [&](int m, int k) { return (long long)(8 * (k / 4) + 2 * t + (k & 1)) * N + 64 * m + 16 * warp + g + 8 * (k >> 1 & 1); };
+#pragma unroll
+  for (int m = 0; m < NM; m++)
+#pragma unroll
+    for (int k = 0; k < PT / 2; k++) S[m][k] = load_one(ssm, base + element(m, k));
+  auto publish = [&](int c) {  // the state before chunk c, rounded to bf16
+    u16* tile = shared.state[c & 1];
+#pragma unroll
+    for (int m = 0; m < NM; m++)
+#pragma unroll
+      for (int j = 0; j < TILES; j += 2) {
+        const float* v = &S[m][4 * j];
+        u32 to = address(tile) + place_x<N>(64 * m + 16 * warp + (lane & 15), 8 * (j + (lane >> 4)));
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(to), "r"(narrow2(v[0], v[1])),
+                     "r"(narrow2(v[2], v[3])), "r"(narrow2(v[4], v[5])), "r"(narrow2(v[6], v[7])) : "memory");
+      }
+  };
+  publish(0);
+
+  for (int c = 0; c < s.chunks; c++) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
+    meet<1, 128>();
+    Stage& stage = shared.stage[c % STAGES];
+    long long from = s.start + (long long)c * Q;
+    int kept = (int)min(max(s.last - from, 0ll), (long long)Q);
+    float2 dt = *(const float2*)&stage.dt[2 * lane];
+    float a = fmaxf(dt.x * A, -128.f), b = fmaxf(dt.y * A, -128.f), sum = a + b;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+      float below = __shfl_up_sync(0xFFFFFFFFu, sum, d);
+      if (lane >= d) sum += below;
+    }
+    float2 sums = make_float2(sum - b, sum);
+    float odd = __shfl_sync(0xFFFFFFFFu, sums.y, max(kept - 1, 0) >> 1), even = __shfl_sync(0xFFFFFFFFu, sums.x, max(kept - 1, 0) >> 1);
+    float total = kept == 0 ? 0.f : kept & 1 ? even : odd;
+    *(float2*)&shared.weight[warp][2 * lane] = make_float2(2 * lane < kept ? decay(total - sums.x) * dt.x : 0.f,
+                                                           2 * lane + 1 < kept ? decay(total - sums.y) * dt.y : 0.f);
+    float before = __shfl_sync(0xFFFFFFFFu, sums.y, max(8 * warp - 1, 0));  // warp r: c before row 16r
+    bool earlier = lane < 8 * warp;
+    *(float2*)&stage.keys[warp][2 * lane] =
+        make_float2(earlier ? decay(before - sums.x) * dt.x : 0.f, earlier ? decay(before - sums.y) * dt.y : 0.f);
+    if (warp == 0) *(float2*)&stage.sums[2 * lane] = sums;
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < Q * (PT / 8) / 128; k++) {
+      int e = thread + 128 * k, row = e / (PT / 8), at = place_x<Q>(row, e % (PT / 8) * 8);
+      float w = shared.weight[warp][row];
+      uint4 x = *(const uint4*)((const u8*)stage.x + at);
+      x.x = narrow2(low(x.x) * w, high(x.x) * w);
+      x.y = narrow2(low(x.y) * w, high(x.y) * w);
+      x.z = narrow2(low(x.z) * w, high(x.z) * w);
+      x.w = narrow2(low(x.w) * w, high(x.w) * w);
+      *(uint4*)((u8*)shared.weighted + at) = x;
+    }
+    show_writes();
+    meet<1, 128>();
+    signal(2 + (c & 1));  // ready(c)
+
+    float carried = kept ? decay(total) : 1.f;
+#pragma unroll
+    for (int m = 0; m < NM; m++)
+#pragma unroll
+      for (int k = 0; k < PT / 2; k++) S[m][k] *= carried;
+    begin();
+#pragma unroll
+    for (int q = 0; q < Q; q += 16)
+#pragma unroll
+      for (int m = 0; m < NM; m++)
+        wgmma_state(S[m], matrix((const u8*)stage.B + m * (Q * 128) + q * 128, 1, 1024, Q * 128), matrix_x<Q>(shared.weighted, q));
+    commit();
+    if (c > 0) meet(4 + (c - 1 & 1));  // done(c − 1)
+    fetch(c + STAGES - 1);
+    finish<0>();
+    if (ROUND || c + 1 == s.chunks) {  // what memory would hold at this place
+      u32 drawn = mix(key ^ (u32)(from + kept));
+#pragma unroll
+      for (int m = 0; m < NM; m++)
+#pragma unroll
+        for (int k = 0; k < PT / 2; k++) S[m][k] = rounded(S[m][k], drawn, first_element + (u32)element(m, k));
+    }
+    if (c + 1 < s.chunks) publish(c + 1);
+  }
+  if (s.last > s.boundary)
+#pragma unroll
+    for (int m = 0; m < NM; m++)
+#pragma unroll
+      for (int k = 0; k < PT / 2; k++) store_one(ssm, base + element(m, k), S[m][k]);
+}
+
+DEVICE void run_output(Shared& shared, const Sequence& s, int group, u16* y, long long ld_y, float skip) {
+  int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  for (int c = group; c < s.chunks; c += 2) {
+    meet(2 + group);  // ready(c)
+    const Stage& stage = shared.stage[c % STAGES];
+    const u16* state = shared.state[c & 1];
+    float scores[32], acc[PT / 2];
+#pragma unroll
+    for (int k = 0; k < 32; k++) scores[k] = 0.f;
+#pragma unroll
+    for (int k = 0; k < PT / 2; k++) acc[k] = 0.f;
+    begin();
+#pragma unroll
+    for (int k = 0; k < KN; k++) {
+      int at = k / 4 * (Q * 128) + k % 4 * 32;
+      wgmma_scores(scores, matrix((const u8*)stage.C + at, 1, 1024, 0), matrix((const u8*)stage.B + at, 1, 1024, 0));
+    }
+    commit();
+#pragma unroll
+    for (int k = 0; k < KN; k++)
+      wgmma_past(acc, matrix((const u8*)stage.C + k / 4 * (Q * 128) + k % 4 * 32, 1, 1024, 0), matrix_x<N>(state, 16 * k));
+    commit();
+    int row = 16 * warp + g;
+    float before = warp ? stage.sums[16 * warp - 1] : 0.f, c_low = stage.sums[row], c_high = stage.sums[row + 8];
+    float r_low = decay(c_low - before), r_high = decay(c_high - before), e_low = decay(c_low), e_high = decay(c_high);
+    u32 x[TILES][2];
+#pragma unroll
+    for (int j = 0; j < TILES; j++)
+#pragma unroll
+      for (int k = 0; k < 2; k++) x[j][k] = *(const u32*)((const u8*)stage.x + place_x<Q>(row + 8 * k, 8 * j + 2 * t));
+    finish<1>();
+    u32 weights[4][4];
+#pragma unroll
+    for (int block = 0; block < 4; block++)
+#pragma unroll
+      for (int tile = 0; tile < 2; tile++) {
+        float* v = &scores[8 * block + 4 * tile];
+        int q = 8 * tile + 2 * t;
+        if (block < warp) {
+          float2 k = *(const float2*)&stage.keys[warp][16 * block + q];
+          v[0] *= r_low * k.x; v[1] *= r_low * k.y; v[2] *= r_high * k.x; v[3] *= r_high * k.y;
+        } else if (block == warp) {
+          float2 k = *(const float2*)&stage.sums[16 * block + q], dt = *(const float2*)&stage.dt[16 * block + q];
+          v[0] = q <= g ? v[0] * decay(c_low - k.x) * dt.x : 0.f;
+          v[1] = q + 1 <= g ? v[1] * decay(c_low - k.y) * dt.y : 0.f;
+          v[2] = q <= g + 8 ? v[2] * decay(c_high - k.x) * dt.x : 0.f;
+          v[3] = q + 1 <= g + 8 ? v[3] * decay(c_high - k.y) * dt.y : 0.f;
+        } else {
+          v[0] = v[1] = v[2] = v[3] = 0.f;
+        }
+        weights[block][2 * tile] = narrow2(v[0], v[1]);
+        weights[block][2 * tile + 1] = narrow2(v[2], v[3]);
+      }
+    finish<0>();
+#pragma unroll
+    for (int j = 0; j < TILES; j++) {
+      acc[4 * j] *= e_low; acc[4 * j + 1] *= e_low; acc[4 * j + 2] *= e_high; acc[4 * j + 3] *= e_high;
+    }
+    begin();
+#pragma unroll
+    for (int block = 0; block < 4; block++) wgmma_values(acc, weights[block], matrix_x<Q>(stage.x, 16 * block));
+    commit();
+    finish<0>();
+    signal(4 + group);  // done(c)
+    long long from = s.start + (long long)c * Q + row;
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      long long at = from + 8 * k;
+      if (at < s.position || at >= s.end) continue;
+      u16* out = y + (s.first_row + at - s.position) * ld_y + 2 * t;
+#pragma unroll
+      for (int j = 0; j < TILES; j++)
+        *(u32*)(out + 8 * j) = narrow2(fmaf(skip, low(x[j][k]), acc[4 * j + 2 * k]), fmaf(skip, high(x[j][k]), acc[4 * j + 2 * k + 1]));
+    }
+  }
+}
+
+extern "C" __global__ __launch_bounds__(THREADS, 1) void scan(
+    u16* y, void* ssm, const u16* xbc, const float* dt, const long long* slots, const long long* positions,
+    const long long* boundaries, const long long* cu_rows, const float* A_log, const float* D, long long ld_y,
+    long long ld_xbc, long long ld_dt, u32 key) {
+  extern __shared__ __align__(1024) u8 memory[];
+  Shared& shared = *(Shared*)memory;
+  int head = blockIdx.x / SPLITS, p0 = blockIdx.x % SPLITS * PT, sequence = blockIdx.y, lane = threadIdx.x & 31;
+  wait_for_inputs();
+  let_next_start();
+
+  Sequence s;
+  s.position = positions[sequence];
+  s.boundary = boundaries[sequence];
+  s.first_row = cu_rows[sequence];
+  int rows = (int)(cu_rows[sequence + 1] - s.first_row);
+  if (rows == 0) return;
+  s.end = s.position + rows;
+  s.last = s.end / W * W;
+  s.start = s.boundary / Q * Q;
+  s.chunks = (int)((s.end - s.start + Q - 1) / Q);
+  if (threadIdx.x >= 128) {
+    run_output(shared, s, (threadIdx.x >> 7) - 1, y + head * P + p0, ld_y, D[head]);
+    return;
+  }
+  float fronts = 0.f;  // live window rows of the sequences before this one: small whole numbers
+  for (int j = lane; j < sequence; j += 32) fronts += (float)(positions[j] - boundaries[j]);
+  long long place = s.first_row + (long long)warp_sum(fronts) - s.boundary;
+  u32 first_element = (u32)(head * P + p0) * N;
+  run_state(shared, s, ssm, xbc + place * ld_xbc + head * P + p0, xbc + place * ld_xbc + H * P + head / PER * N,
+            dt + place * ld_dt + head, ld_xbc, ld_dt, slots[sequence] * H * P * N + first_element, first_element, -expf(A_log[head]), key);
+}
