@@ -22,6 +22,9 @@ from torch import Tensor
 
 from .errors import ShapeError
 
+PIECE_ROWS = 8192  # most prompt rows that a layer runs at once: bounds its workspace, costs no speed
+PIECE_UNIT = 64  # pieces end at multiples of this position: at chunk borders, where a split changes no bits
+
 Role: TypeAlias = Literal["prompt", "step"]
 
 
@@ -141,6 +144,37 @@ class Rows:
     def slice(self) -> slice:
         """Where this share lies in the hidden states."""
         return slice(self.first_row, self.first_row + self.total_rows)
+
+    @cached_property
+    def pieces(self) -> tuple[Rows, ...]:
+        """Prompt rows as consecutive pieces of at most PIECE_ROWS rows, to be run one after the other.
+
+        A sequence that is cut goes on where its piece ended; its boundary is then the last multiple of PIECE_UNIT,
+        which is one of window_rows.
+        """
+        if self.total_rows <= PIECE_ROWS:
+            return (self,)
+        pieces: list[Rows] = []
+        parts: list[tuple[int, int, int, int]] = []  # slot, rows, position, boundary
+
+        def close() -> None:
+            first = pieces[-1].slice.stop if pieces else self.first_row
+            slots, rows, positions, boundaries = zip(*parts, strict=True)
+            pieces.append(Rows(slots, rows, positions, boundaries, first, self.device))
+            parts.clear()
+
+        for slot, count, position, boundary in zip(self.slots, self.rows, self.positions, self.boundaries, strict=True):
+            end = position + count
+            while end - position > PIECE_ROWS - sum(part[1] for part in parts):
+                room = PIECE_ROWS - sum(part[1] for part in parts)
+                cut = (position + room) // PIECE_UNIT * PIECE_UNIT
+                if cut > position:
+                    parts.append((slot, cut - position, position, boundary))
+                    position = boundary = cut
+                close()
+            parts.append((slot, end - position, position, boundary))
+        close()
+        return tuple(pieces)
 
     @cached_property
     def cursors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -149,13 +149,16 @@ class NemotronMamba2Layer:
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else hidden.clone()
 
     def _run_share(self, hidden: Tensor, role: Role, rows: Rows, pool: StatePool) -> Tensor:
-        z, xbc, dt = self.project_in(hidden, role)
-        if role == "prompt":
-            xbc, dt = self.convolve(xbc, dt, rows, pool)
-            y = self.scan(xbc, dt, rows, pool)
-        else:
-            y = self.step(xbc, dt, rows, pool)
-        return self.project_out(y, z, hidden, role)
+        if role == "step":
+            z, xbc, dt = self.project_in(hidden, role)
+            return self.project_out(self.step(xbc, dt, rows, pool), z, hidden, role)
+        out = torch.empty_like(hidden)
+        for piece in rows.pieces:
+            here = slice(piece.first_row - rows.first_row, piece.slice.stop - rows.first_row)
+            z, xbc, dt = self.project_in(hidden[here], role)
+            xbc, dt = self.convolve(xbc, dt, piece, pool)
+            self.project_out(self.scan(xbc, dt, piece, pool), z, hidden[here], role, out=out[here])
+        return out
 
 
 def _check_shapes(config: Mamba2Config, weights: Mamba2Weights) -> None:

@@ -58,6 +58,38 @@ DEVICE uint2 next_row(float (*window)[VEC], uint2 raw, const float (*weight)[KW]
   return make_uint2(narrow2(out[0], out[1]), narrow2(out[2], out[3]));
 }
 
+// The raw rows of VEC channels of one sequence.
+struct Channels {
+  const u16 *xbc, *ring;
+  long long ld, position, rows;
+  DEVICE uint2 raw(long long row) const {  // also of the TAIL rows before the new ones; past the last one, that one
+    row = min(row, rows - 1);
+    return *(const uint2*)(row < 0 ? ring + modulo(position + row, KR) * CONV : xbc + row * ld);
+  }
+};
+// Rows from, from + 1, … before `end`: STEP of them in flight while as many are computed.
+template <class Store>
+DEVICE void run(const Channels& rows, long long from, long long end, const float (*weight)[KW], const float* bias, const Store& store) {
+  float past[TAIL][VEC];
+  uint2 q[STEP], ahead[STEP];
+#pragma unroll
+  for (int k = 0; k < TAIL; k++) widen4(rows.raw(from + k - TAIL), past[k]);
+#pragma unroll
+  for (int k = 0; k < STEP; k++) ahead[k] = rows.raw(from + k);
+  for (; from < end; from += STEP) {
+#pragma unroll
+    for (int k = 0; k < STEP; k++) q[k] = ahead[k];
+    if (from + STEP < end)
+#pragma unroll
+      for (int k = 0; k < STEP; k++) ahead[k] = *(const uint2*)(rows.xbc + min(from + STEP + k, rows.rows - 1) * rows.ld);
+#pragma unroll
+    for (int k = 0; k < STEP; k++) {
+      uint2 out = next_row(past, q[k], weight, bias);
+      if (from + k < end) store(from + k, out);
+    }
+  }
+}
+
 extern "C" __global__ __launch_bounds__(THREADS) void conv(
     u16* wide, float* wide_dt, u16* ring_x, u16* ring_B, float* ring_dt, u16* ring_conv, const u16* xbc, const u16* dt_raw,
     const long long* slots, const long long* positions, const long long* boundaries, const long long* cu_rows,
@@ -118,32 +150,8 @@ extern "C" __global__ __launch_bounds__(THREADS) void conv(
   if (!mine) return;
   xbc += first * ld_xbc + channel;
   ring_conv += slot * KR * CONV + channel;
-  auto raw = [&](long long row) {  // also of the TAIL rows before the new ones; past the last one, that one
-    row = min(row, rows - 1);
-    return row < 0 ? *(const uint2*)(ring_conv + modulo(position + row, KR) * CONV) : *(const uint2*)(xbc + row * ld_xbc);
-  };
-  // Rows from, from + 1, … as long as they are before `end`, STEP of them in flight while as many are computed.
-  auto run = [&](long long from, long long end, auto store) {
-    float past[TAIL][VEC];
-    uint2 q[STEP], ahead[STEP];
-#pragma unroll
-    for (int k = 0; k < TAIL; k++) widen4(raw(from + k - TAIL), past[k]);
-#pragma unroll
-    for (int k = 0; k < STEP; k++) ahead[k] = raw(from + k);
-    for (; from < end; from += STEP) {
-#pragma unroll
-      for (int k = 0; k < STEP; k++) q[k] = ahead[k];
-      if (from + STEP < end)
-#pragma unroll
-        for (int k = 0; k < STEP; k++) ahead[k] = *(const uint2*)(xbc + min(from + STEP + k, rows - 1) * ld_xbc);
-#pragma unroll
-      for (int k = 0; k < STEP; k++) {
-        uint2 out = next_row(past, q[k], weight, bias);
-        if (from + k < end) store(from + k, out);
-      }
-    }
-  };
-  run(from, min(from + TILE, rows), [&](long long row, uint2 v) { *(uint2*)(wide + row * ld_wide + channel) = v; });
+  Channels rows_of{xbc, ring_conv, ld_xbc, position, rows};
+  run(rows_of, from, min(from + TILE, rows), weight, bias, [&](long long row, uint2 v) { *(uint2*)(wide + row * ld_wide + channel) = v; });
   if (at.tile) return;
 
   u16* ring = channel < H * P ? ring_x + slot * R * H * P + channel : ring_B + slot * R * G * N + channel - H * P;
@@ -158,10 +166,10 @@ extern "C" __global__ __launch_bounds__(THREADS) void conv(
       if (k0 + k < live) *(uint2*)(wide + (k0 + k - live) * ld_wide + channel) = q[k];
   }
   if (kept && window < rows)
-    run(window, rows, [&](long long row, uint2 v) { *(uint2*)(ring + (position + row) % R * pitch) = v; });
+    run(rows_of, window, rows, weight, bias, [&](long long row, uint2 v) { *(uint2*)(ring + (position + row) % R * pitch) = v; });
   uint2 last[KR];
 #pragma unroll
-  for (int k = 0; k < KR; k++) last[k] = raw(max(rows - KR + k, 0ll));
+  for (int k = 0; k < KR; k++) last[k] = rows_of.raw(max(rows - KR + k, 0ll));
 #pragma unroll
   for (int k = 0; k < KR; k++)
     if (rows - KR + k >= 0) *(uint2*)(ring_conv + (position + rows - KR + k) % KR * CONV) = last[k];

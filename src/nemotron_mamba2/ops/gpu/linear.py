@@ -258,7 +258,8 @@ def _prompt(
         if not linear.reproducible:
             return prompt.product(codes, linear, out=out)
         y = _step(codes.values.to(x.dtype), Linear(prompt.prompt_weight(linear)), norm=0)
-        return torch.mul(y, codes.scale, out=out)
+        y = (y * codes.scale).to(x.dtype)
+        return y if out is None else out.copy_(y)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps=eps, groups=groups, gate=gate)
     return _step(x, linear, norm=0, out=out) if linear.reproducible else prompt.product(x, linear, out=out)

@@ -106,7 +106,7 @@ def cut(H: int, P: int, N: int, sequences: int, device: torch.device) -> Cut:
     """The cut for a shape: two blocks per head where heads alone leave multiprocessors idle."""
     properties = torch.cuda.get_device_properties(device)
     limit: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    hopper = (properties.major, properties.minor) == (9, 0) and N % 64 == 0
+    hopper = (properties.major, properties.minor) == (9, 0) and N in (64, 128)  # more leaves no registers
     columns = P
     if P % 32 == 0 and 2 * H * sequences <= properties.multi_processor_count:
         columns = P // 2
@@ -122,8 +122,8 @@ def shared_bytes(how: Cut, N: int) -> int:
     """Dynamic shared memory of a block: struct Shared of the kernel."""
     columns = how.columns
     if how.hopper:
-        stage = 2 * CHUNK * (2 * N + columns) + 6 * 4 * CHUNK
-        return how.stages * -(-stage // 1024) * 1024 + 2 * columns * (CHUNK + 2 * N) + 16 * CHUNK
+        stage = 2 * CHUNK * (2 * N + 2 * columns) + 6 * 4 * CHUNK + 16
+        return how.stages * (-(-stage // 1024) * 1024 + 16) + 4 * columns * N + 16 * CHUNK + 32
     stage = CHUNK * (2 * 2 * (N + 8) + 2 * (columns + 8) + 4)
     return how.stages * stage + 2 * CHUNK * (columns + 8) + 2 * columns * (N + 8) + 256 * columns + 32 * CHUNK
 
@@ -151,7 +151,7 @@ def _kernel(device: int, defines: tuple[tuple[str, int], ...], hopper: bool) -> 
         source(hopper, d["PT"]),
         "scan",
         defines,
-        threads=384 if hopper else 256,
+        threads=512 if hopper else 256,
         shared_bytes=shared_bytes(Cut(d["PT"], d["STAGES"], hopper), d["N"]),
         specific=hopper,
     )

@@ -1,29 +1,32 @@
 // The recurrence of `scan.cu` for Hopper: the same equations and chunks, on wgmma, with warpgroups of three roles.
 //
-// The state group (128 threads) loads chunks with cp.async, sums decays, weights x, and carries the state: accumulators
-// of S[n, p] = Σ_q B[q, n] · weighted[q, p]. Two output groups take chunks in turn: scores C·Bᵀ and C·S start together,
-// scores are weighted in registers while C·S runs, and become the A operand of scores · x. So the state of a chunk waits
-// only for the state before it, and outputs trail by up to two chunks.
+// The first group (128 threads) loads chunks with cp.async, sums decays and weights x. The second carries the state:
+// accumulators of S[n, p] = Σ_q B[q, n] · weighted[q, p]. Two output groups take chunks in turn: scores C·Bᵀ and C·S start
+// together, scores are weighted in registers while C·S runs, and become the A operand of scores · x. So a chunk's state
+// waits only for the state before it, and everything else runs beside it. mbarriers hand over, per stage or buffer:
 //
-//   ready(c)  state → output group c mod 2:  chunk c, its decays and the state before it lie in shared memory
-//   done(c)   output group → state:          stage and state buffer of chunk c may be written again
+//   full   loaded and weighted → state, output        empty  state, output → may be loaded again
+//   ready  the state before a chunk → output          free   output → may be written again
 //
 // Tiles in shared memory are panels of rows of 128 bytes (x: 128, 64 or 32, the widest that divides PT), 16-byte units
 // swizzled as wgmma's descriptors expect. wgmma_* come from `scan.py: products`, one function per shape.
 
-constexpr int Q = 64, CONV = H * P + 2 * G * N, PER = H / G, SPLITS = P / PT, THREADS = 384, KN = N / 16, NM = N / 64;
+constexpr int Q = 64, CONV = H * P + 2 * G * N, PER = H / G, SPLITS = P / PT, THREADS = 512, KN = N / 16, NM = N / 64;
 constexpr int XW = PT % 64 == 0 ? 64 : PT % 32 == 0 ? 32 : 16;  // columns of an x panel
 constexpr int XROW = 2 * XW, XSWIZZLE = XW == 64 ? 1 : XW == 32 ? 2 : 3, TILES = PT / 8;
 
+// Registers of a thread in each role; their sum is that of four groups at 128.
+constexpr int FEW_REGISTERS = 88, MANY_REGISTERS = 136, OUTPUT_REGISTERS = 144;
+
 struct __align__(1024) Stage {  // swizzled tiles begin at whole atoms
-  u16 C[Q * N], B[Q * N], x[Q * PT];
-  float dt[Q], sums[Q], keys[4][Q];  // keys[r][j]: exp(c_(16r−1) − c_j) · dt_j for j < 16r, else 0
+  u16 C[Q * N], B[Q * N], x[Q * PT], weighted[Q * PT];  // weighted: x · exp(c_end − c) · dt
+  float total[4], dt[Q], sums[Q], keys[4][Q];  // keys[r][j]: exp(c_(16r−1) − c_j) · dt_j for j < 16r, else 0
 };
 struct Shared {
   Stage stage[STAGES];
-  u16 weighted[Q * PT];
   u16 state[2][N * PT];
-  float weight[4][Q];  // exp(c_end − c_q) · dt_q, one copy per warp of the state group
+  float weight[4][Q];  // exp(c_end − c_q) · dt_q, one copy per warp of the first group
+  unsigned long long full[STAGES], empty[STAGES], ready[2], free[2];
 };
 
 DEVICE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -33,11 +36,34 @@ DEVICE void copy16(u32 to, const void* from, bool valid) {
 DEVICE void copy4(u32 to, const void* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0],[%1],4,%2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0));
 }
-template <int ID, int COUNT>
-DEVICE void meet() { asm volatile("bar.sync %0,%1;" ::"n"(ID), "n"(COUNT) : "memory"); }
-DEVICE void meet(int id) { asm volatile("bar.sync %0,256;" ::"r"(id) : "memory"); }
-DEVICE void signal(int id) { asm volatile("bar.arrive %0,256;" ::"r"(id) : "memory"); }
+// A barrier counts warps. Waits name the round that must be over: round r has parity r mod 2.
+DEVICE void set_barrier(unsigned long long& barrier, int warps) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" ::"r"(address(&barrier)), "r"(warps) : "memory");
+}
+DEVICE void signal(unsigned long long& barrier) {
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(address(&barrier)) : "memory");
+}
+DEVICE void await(unsigned long long& barrier, int round) {
+  asm volatile("{.reg .pred p; AGAIN_%=: mbarrier.try_wait.parity.shared::cta.b64 p,[%0],%1; @!p bra AGAIN_%=;}"
+      ::"r"(address(&barrier)), "r"(round & 1) : "memory");
+}
+DEVICE void meet() { asm volatile("bar.sync 1,128;" ::: "memory"); }  // of the first group
 DEVICE void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Values a product reads or adds to must be whole before it begins, and none may be touched until it is finished: the
+// compiler moves plain arithmetic past asm statements unless they name the registers.
+template <int COUNT>
+DEVICE void settle(float* v) {
+#pragma unroll
+  for (int k = 0; k < COUNT; k++) asm volatile("" : "+f"(v[k])::"memory");
+}
+template <int COUNT>
+DEVICE void settle(u32* v) {
+#pragma unroll
+  for (int k = 0; k < COUNT; k++) asm volatile("" : "+r"(v[k])::"memory");
+}
+// One value for a warp: branches on it do not diverge, as wgmma needs.
+DEVICE int uniform(int v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 DEVICE void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT>
@@ -68,71 +94,44 @@ struct Sequence {
   int chunks;
 };
 
-DEVICE void run_state(Shared& shared, const Sequence& s, void* ssm, const u16* x_rows, const u16* B_rows,
-                      const float* dt_rows, long long ld_xbc, long long ld_dt, long long base, u32 first_element, float A, u32 key) {
-  int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+DEVICE void prepare(Shared& shared, const Sequence& s, const u16* x_rows, const u16* B_rows, const float* dt_rows,
+                    long long ld_xbc, long long ld_dt, float A) {
+  constexpr int AHEAD = STAGES > 3 ? STAGES - 2 : 1, UNITS = N / 8, XUNITS = PT / 8;
+  int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   auto fetch = [&](int c) {
     if (c < s.chunks) {
+      if (c >= STAGES) await(shared.empty[c % STAGES], c / STAGES - 1);
       Stage& stage = shared.stage[c % STAGES];
       long long from = s.start + (long long)c * Q;
       bool inside = from >= s.boundary && from + Q <= s.end;
-      constexpr int UNITS = N / 8, XUNITS = PT / 8;
-      u32 to_B = address(stage.B), to_C = address(stage.C), to_x = address(stage.x);
-      auto copy = [&](int row, bool valid, int e_column, bool is_x) {
-        const u16* source = (is_x ? x_rows : B_rows) + (valid ? from + row : s.boundary) * ld_xbc + e_column;
-        if (is_x) {
-          copy16(to_x + place_x<Q>(row, e_column), source, valid);
-        } else {
-          copy16(to_B + place_wide(row, e_column), source, valid);
-          copy16(to_C + place_wide(row, e_column), source + G * N, valid);
-        }
+      auto source = [&](const u16* rows, int row) {
+        return rows + (inside || (from + row >= s.boundary && from + row < s.end) ? from + row : s.boundary) * ld_xbc;
       };
+      auto valid = [&](int row) { return inside || (from + row >= s.boundary && from + row < s.end); };
 #pragma unroll
       for (int k = 0; k < Q * UNITS / 128; k++) {
-        int e = thread + 128 * k, row = e / UNITS;
-        copy(row, inside || (from + row >= s.boundary && from + row < s.end), e % UNITS * 8, false);
+        int e = thread + 128 * k, row = e / UNITS, column = e % UNITS * 8, at = place_wide(row, column);
+        const u16* p = source(B_rows, row) + column;
+        copy16(address(stage.B) + at, p, valid(row));
+        copy16(address(stage.C) + at, p + G * N, valid(row));
       }
 #pragma unroll
-      for (int k = 0; k < Q * XUNITS / 128; k++) {
-        int e = thread + 128 * k, row = e / XUNITS;
-        copy(row, inside || (from + row >= s.boundary && from + row < s.end), e % XUNITS * 8, true);
+      for (int k = 0; k < (Q * XUNITS + 127) / 128; k++) {
+        int e = thread + 128 * k, row = e / XUNITS, column = e % XUNITS * 8;
+        copy16(address(stage.x) + place_x<Q>(row, column), source(x_rows, row) + column, valid(row));
       }
-      if (thread < Q) {
-        bool valid = from + thread >= s.boundary && from + thread < s.end;
-        copy4(address(&stage.dt[thread]), dt_rows + (valid ? from + thread : s.boundary) * ld_dt, valid);
-      }
+      if (thread < Q) copy4(address(&stage.dt[thread]), dt_rows + (valid(thread) ? from + thread : s.boundary) * ld_dt, valid(thread));
     }
     asm volatile("cp.async.commit_group;");
   };
 #pragma unroll
-  for (int c = 0; c < STAGES - 1; c++) fetch(c);
-
-  float S[NM][PT / 2];  // 64 rows n each: rows 16·warp + g, + 8; columns p = 8j + 2t, + 1
-  auto element = [&](int m, int k) { return (long long)(8 * (k / 4) + 2 * t + (k & 1)) * N + 64 * m + 16 * warp + g + 8 * (k >> 1 & 1); };
-#pragma unroll
-  for (int m = 0; m < NM; m++)
-#pragma unroll
-    for (int k = 0; k < PT / 2; k++) S[m][k] = load_one(ssm, base + element(m, k));
-  auto publish = [&](int c) {  // the state before chunk c, rounded to bf16
-    u16* tile = shared.state[c & 1];
-#pragma unroll
-    for (int m = 0; m < NM; m++)
-#pragma unroll
-      for (int j = 0; j < TILES; j += 2) {
-        const float* v = &S[m][4 * j];
-        u32 to = address(tile) + place_x<N>(64 * m + 16 * warp + (lane & 15), 8 * (j + (lane >> 4)));
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(to), "r"(narrow2(v[0], v[1])),
-                     "r"(narrow2(v[2], v[3])), "r"(narrow2(v[4], v[5])), "r"(narrow2(v[6], v[7])) : "memory");
-      }
-  };
-  publish(0);
-
+  for (int c = 0; c < AHEAD; c++) fetch(c);
   for (int c = 0; c < s.chunks; c++) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
-    meet<1, 128>();
+    fetch(c + AHEAD);
+    asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD));
+    meet();
     Stage& stage = shared.stage[c % STAGES];
-    long long from = s.start + (long long)c * Q;
-    int kept = (int)min(max(s.last - from, 0ll), (long long)Q);
+    int kept = (int)min(max(s.last - s.start - (long long)c * Q, 0ll), (long long)Q);
     float2 dt = *(const float2*)&stage.dt[2 * lane];
     float a = fmaxf(dt.x * A, -128.f), b = fmaxf(dt.y * A, -128.f), sum = a + b;
 #pragma unroll
@@ -141,8 +140,9 @@ DEVICE void run_state(Shared& shared, const Sequence& s, void* ssm, const u16* x
       if (lane >= d) sum += below;
     }
     float2 sums = make_float2(sum - b, sum);
-    float odd = __shfl_sync(0xFFFFFFFFu, sums.y, max(kept - 1, 0) >> 1), even = __shfl_sync(0xFFFFFFFFu, sums.x, max(kept - 1, 0) >> 1);
-    float total = kept == 0 ? 0.f : kept & 1 ? even : odd;
+    int end = max(kept - 1, 0);
+    float even = __shfl_sync(0xFFFFFFFFu, sums.x, end >> 1), odd = __shfl_sync(0xFFFFFFFFu, sums.y, end >> 1);
+    float total = kept == 0 ? 0.f : end & 1 ? odd : even;
     *(float2*)&shared.weight[warp][2 * lane] = make_float2(2 * lane < kept ? decay(total - sums.x) * dt.x : 0.f,
                                                            2 * lane + 1 < kept ? decay(total - sums.y) * dt.y : 0.f);
     float before = __shfl_sync(0xFFFFFFFFu, sums.y, max(8 * warp - 1, 0));  // warp r: c before row 16r
@@ -150,45 +150,71 @@ DEVICE void run_state(Shared& shared, const Sequence& s, void* ssm, const u16* x
     *(float2*)&stage.keys[warp][2 * lane] =
         make_float2(earlier ? decay(before - sums.x) * dt.x : 0.f, earlier ? decay(before - sums.y) * dt.y : 0.f);
     if (warp == 0) *(float2*)&stage.sums[2 * lane] = sums;
+    if (thread == 0) stage.total[0] = decay(total);
     __syncwarp();
 #pragma unroll
-    for (int k = 0; k < Q * (PT / 8) / 128; k++) {
-      int e = thread + 128 * k, row = e / (PT / 8), at = place_x<Q>(row, e % (PT / 8) * 8);
+    for (int k = 0; k < (Q * XUNITS + 127) / 128; k++) {
+      int e = thread + 128 * k, row = e / XUNITS, at = place_x<Q>(row, e % XUNITS * 8);
       float w = shared.weight[warp][row];
       uint4 x = *(const uint4*)((const u8*)stage.x + at);
       x.x = narrow2(low(x.x) * w, high(x.x) * w);
       x.y = narrow2(low(x.y) * w, high(x.y) * w);
       x.z = narrow2(low(x.z) * w, high(x.z) * w);
       x.w = narrow2(low(x.w) * w, high(x.w) * w);
-      *(uint4*)((u8*)shared.weighted + at) = x;
+      *(uint4*)((u8*)stage.weighted + at) = x;
     }
     show_writes();
-    meet<1, 128>();
-    signal(2 + (c & 1));  // ready(c)
+    signal(shared.full[c % STAGES]);
+  }
+}
 
-    float carried = kept ? decay(total) : 1.f;
+DEVICE void run_state(Shared& shared, const Sequence& s, void* ssm, long long base, u32 first_element, u32 key) {
+  int warp = uniform(threadIdx.x >> 5 & 3), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  float S[NM][PT / 2];  // 64 rows n each: rows 16·warp + g, + 8; columns p = 8j + 2t, + 1
+  auto element = [&](int m, int k) { return (long long)(8 * (k / 4) + 2 * t + (k & 1)) * N + 64 * m + 16 * warp + g + 8 * (k >> 1 & 1); };
+#pragma unroll
+  for (int m = 0; m < NM; m++)
+#pragma unroll
+    for (int k = 0; k < PT / 2; k++) S[m][k] = load_one(ssm, base + element(m, k));
+  for (int c = 0; c < s.chunks; c++) {
+    if (c >= 2) await(shared.free[c & 1], c / 2 - 1);
+#pragma unroll
+    for (int m = 0; m < NM; m++)
+#pragma unroll
+      for (int j = 0; j < TILES; j += 2) {  // rounded to bf16, where C reads it
+        const float* v = &S[m][4 * j];
+        u32 to = address(shared.state[c & 1]) + place_x<N>(64 * m + 16 * warp + (lane & 15), 8 * (j + (lane >> 4)));
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(to), "r"(narrow2(v[0], v[1])),
+                     "r"(narrow2(v[2], v[3])), "r"(narrow2(v[4], v[5])), "r"(narrow2(v[6], v[7])) : "memory");
+      }
+    show_writes();
+    signal(shared.ready[c & 1]);
+
+    await(shared.full[c % STAGES], c / STAGES);
+    const Stage& stage = shared.stage[c % STAGES];
+    float carried = stage.total[0];
 #pragma unroll
     for (int m = 0; m < NM; m++)
 #pragma unroll
       for (int k = 0; k < PT / 2; k++) S[m][k] *= carried;
+    settle<NM * PT / 2>(&S[0][0]);
     begin();
 #pragma unroll
-    for (int q = 0; q < Q; q += 16)
+    for (int m = 0; m < NM; m++)
 #pragma unroll
-      for (int m = 0; m < NM; m++)
-        wgmma_state(S[m], matrix((const u8*)stage.B + m * (Q * 128) + q * 128, 1, 1024, Q * 128), matrix_x<Q>(shared.weighted, q));
+      for (int q = 0; q < Q; q += 16)
+        wgmma_state(S[m], matrix((const u8*)stage.B + m * (Q * 128) + q * 128, 1, 1024, Q * 128), matrix_x<Q>(stage.weighted, q));
     commit();
-    if (c > 0) meet(4 + (c - 1 & 1));  // done(c − 1)
-    fetch(c + STAGES - 1);
     finish<0>();
+    settle<NM * PT / 2>(&S[0][0]);
+    signal(shared.empty[c % STAGES]);
     if (ROUND || c + 1 == s.chunks) {  // what memory would hold at this place
-      u32 drawn = mix(key ^ (u32)(from + kept));
+      u32 drawn = mix(key ^ (u32)(c + 1 == s.chunks ? s.last : s.start + (long long)(c + 1) * Q));
 #pragma unroll
       for (int m = 0; m < NM; m++)
 #pragma unroll
         for (int k = 0; k < PT / 2; k++) S[m][k] = rounded(S[m][k], drawn, first_element + (u32)element(m, k));
     }
-    if (c + 1 < s.chunks) publish(c + 1);
   }
   if (s.last > s.boundary)
 #pragma unroll
@@ -198,16 +224,18 @@ DEVICE void run_state(Shared& shared, const Sequence& s, void* ssm, const u16* x
 }
 
 DEVICE void run_output(Shared& shared, const Sequence& s, int group, u16* y, long long ld_y, float skip) {
-  int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  int warp = uniform(threadIdx.x >> 5 & 3), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   for (int c = group; c < s.chunks; c += 2) {
-    meet(2 + group);  // ready(c)
     const Stage& stage = shared.stage[c % STAGES];
     const u16* state = shared.state[c & 1];
+    await(shared.full[c % STAGES], c / STAGES);
     float scores[32], acc[PT / 2];
 #pragma unroll
     for (int k = 0; k < 32; k++) scores[k] = 0.f;
 #pragma unroll
     for (int k = 0; k < PT / 2; k++) acc[k] = 0.f;
+    settle<32>(scores);
+    settle<PT / 2>(acc);
     begin();
 #pragma unroll
     for (int k = 0; k < KN; k++) {
@@ -215,6 +243,7 @@ DEVICE void run_output(Shared& shared, const Sequence& s, int group, u16* y, lon
       wgmma_scores(scores, matrix((const u8*)stage.C + at, 1, 1024, 0), matrix((const u8*)stage.B + at, 1, 1024, 0));
     }
     commit();
+    await(shared.ready[c & 1], c / 2);
 #pragma unroll
     for (int k = 0; k < KN; k++)
       wgmma_past(acc, matrix((const u8*)stage.C + k / 4 * (Q * 128) + k % 4 * 32, 1, 1024, 0), matrix_x<N>(state, 16 * k));
@@ -228,6 +257,7 @@ DEVICE void run_output(Shared& shared, const Sequence& s, int group, u16* y, lon
 #pragma unroll
       for (int k = 0; k < 2; k++) x[j][k] = *(const u32*)((const u8*)stage.x + place_x<Q>(row + 8 * k, 8 * j + 2 * t));
     finish<1>();
+    settle<32>(scores);
     u32 weights[4][4];
 #pragma unroll
     for (int block = 0; block < 4; block++)
@@ -251,16 +281,21 @@ DEVICE void run_output(Shared& shared, const Sequence& s, int group, u16* y, lon
         weights[block][2 * tile + 1] = narrow2(v[2], v[3]);
       }
     finish<0>();
+    settle<PT / 2>(acc);
+    signal(shared.free[c & 1]);
 #pragma unroll
     for (int j = 0; j < TILES; j++) {
       acc[4 * j] *= e_low; acc[4 * j + 1] *= e_low; acc[4 * j + 2] *= e_high; acc[4 * j + 3] *= e_high;
     }
+    settle<PT / 2>(acc);
+    settle<16>(&weights[0][0]);
     begin();
 #pragma unroll
     for (int block = 0; block < 4; block++) wgmma_values(acc, weights[block], matrix_x<Q>(stage.x, 16 * block));
     commit();
     finish<0>();
-    signal(4 + group);  // done(c)
+    settle<PT / 2>(acc);
+    signal(shared.empty[c % STAGES]);
     long long from = s.start + (long long)c * Q + row;
 #pragma unroll
     for (int k = 0; k < 2; k++) {
@@ -293,15 +328,27 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void scan(
   s.end = s.position + rows;
   s.last = s.end / W * W;
   s.start = s.boundary / Q * Q;
-  s.chunks = (int)((s.end - s.start + Q - 1) / Q);
-  if (threadIdx.x >= 128) {
-    run_output(shared, s, (threadIdx.x >> 7) - 1, y + head * P + p0, ld_y, D[head]);
-    return;
+  s.chunks = uniform((int)((s.end - s.start + Q - 1) / Q));
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) { set_barrier(shared.full[i], 4); set_barrier(shared.empty[i], 8); }
+    for (int i = 0; i < 2; i++) { set_barrier(shared.ready[i], 4); set_barrier(shared.free[i], 4); }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  float fronts = 0.f;  // live window rows of the sequences before this one: small whole numbers
-  for (int j = lane; j < sequence; j += 32) fronts += (float)(positions[j] - boundaries[j]);
-  long long place = s.first_row + (long long)warp_sum(fronts) - s.boundary;
-  u32 first_element = (u32)(head * P + p0) * N;
-  run_state(shared, s, ssm, xbc + place * ld_xbc + head * P + p0, xbc + place * ld_xbc + H * P + head / PER * N,
-            dt + place * ld_dt + head, ld_xbc, ld_dt, slots[sequence] * H * P * N + first_element, first_element, -expf(A_log[head]), key);
+  __syncthreads();
+  int role = uniform(threadIdx.x >> 7);
+  if (role == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEW_REGISTERS));
+    float fronts = 0.f;  // live window rows of the sequences before this one: small whole numbers
+    for (int j = lane; j < sequence; j += 32) fronts += (float)(positions[j] - boundaries[j]);
+    long long place = s.first_row + (long long)warp_sum(fronts) - s.boundary;
+    prepare(shared, s, xbc + place * ld_xbc + head * P + p0, xbc + place * ld_xbc + H * P + head / PER * N,
+            dt + place * ld_dt + head, ld_xbc, ld_dt, -expf(A_log[head]));
+  } else if (role == 1) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY_REGISTERS));
+    u32 first_element = (u32)(head * P + p0) * N;
+    run_state(shared, s, ssm, slots[sequence] * H * P * N + first_element, first_element, key);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(OUTPUT_REGISTERS));
+    run_output(shared, s, role - 2, y + head * P + p0, ld_y, D[head]);
+  }
 }
