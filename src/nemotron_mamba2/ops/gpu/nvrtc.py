@@ -28,6 +28,7 @@ from ...errors import NoKernel
 NVRTC_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "nvrtc64_130_0.dll", "nvrtc64_120_0.dll")
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 REGISTERS, LOCAL_BYTES = 4, 3  # CU_FUNC_ATTRIBUTE_NUM_REGS, _LOCAL_SIZE_BYTES
+BF16_TILES, WHOLE_LINES = 9, 2  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, _L2_PROMOTION_L2_128B
 PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -193,3 +194,21 @@ def argument(value: Tensor | int | float | None) -> ctypes._SimpleCData[Any]:
         if isinstance(value, int)
         else ctypes.c_void_p(None if value is None else value.data_ptr())
     )
+
+
+def tensor_map(x: Tensor, rows: int, columns: int) -> ctypes.Array[Any]:
+    """A kernel argument by which the copy engine loads tiles of x, bf16 [T, width]: rows × columns, swizzled over the
+    tile's row of 2 · columns = 128, 64 or 32 bytes; what lies outside of x reads as zeros."""
+    memory = (ctypes.c_uint8 * 192)()
+    offset = -ctypes.addressof(memory) % 64
+    found = (ctypes.c_uint8 * 128).from_buffer(memory, offset)
+    sizes = (ctypes.c_uint64 * 2)(x.shape[1], x.shape[0])
+    strides, box = (ctypes.c_uint64 * 1)(2 * x.stride(0)), (ctypes.c_uint32 * 2)(columns, rows)
+    swizzle = {64: 3, 32: 2, 16: 1}[columns]
+    encode = _driver().cuTensorMapEncodeTiled
+    place, units = ctypes.c_void_p(x.data_ptr()), (ctypes.c_uint32 * 2)(1, 1)
+    _check(
+        encode(found, BF16_TILES, 2, place, sizes, strides, box, units, 0, swizzle, WHOLE_LINES, 0),
+        "cuTensorMapEncodeTiled",
+    )
+    return found

@@ -54,15 +54,16 @@ def scan(
     how = cut(H, P, N, len(rows.slots), xbc.device)
     shape = (("H", H), ("P", P), ("G", state.ring_B.shape[2]), ("N", N), ("W", W))
     flags = (("STATE", STATE_CODES[state.ssm.dtype]), ("ROUND", int(reproducible)))
-    _kernel(xbc.device.index, (*shape, *flags, ("PT", how.columns), ("STAGES", how.stages)), how.hopper).launch(
-        (H * (P // how.columns), len(rows.slots)),
-        shared_bytes(how, N),
-        [
-            *map(argument, (out, state.ssm, xbc, dt, *rows.cursors, A_log, D)),
-            *map(argument, (out.stride(0), xbc.stride(0), dt.stride(0))),
-            ctypes.c_uint(state_key(state.seed, state.layer)),
-        ],
-    )
+    kernel = _kernel(xbc.device.index, (*shape, *flags, ("PT", how.columns), ("STAGES", how.stages)), how.hopper)
+    rest = [*map(argument, (dt, *rows.cursors, A_log, D)), argument(out.stride(0))]
+    key = ctypes.c_uint(state_key(state.seed, state.layer))
+    if how.hopper:
+        panel = next(width for width in (64, 32, 16) if how.columns % width == 0)
+        maps = (nvrtc.tensor_map(xbc, CHUNK, 64), nvrtc.tensor_map(xbc, CHUNK, panel))
+        arguments = [*map(argument, (out, state.ssm)), *rest, argument(dt.stride(0)), key, *maps]
+    else:
+        arguments = [*map(argument, (out, state.ssm, xbc)), *rest, *map(argument, (xbc.stride(0), dt.stride(0))), key]
+    kernel.launch((H * (P // how.columns), len(rows.slots)), shared_bytes(how, N), arguments)
     return out
 
 
@@ -123,7 +124,7 @@ def shared_bytes(how: Cut, N: int) -> int:
     columns = how.columns
     if how.hopper:
         stage = 2 * CHUNK * (2 * N + 2 * columns) + 6 * 4 * CHUNK + 16
-        return how.stages * (-(-stage // 1024) * 1024 + 16) + 4 * columns * N + 16 * CHUNK + 32
+        return how.stages * (-(-stage // 1024) * 1024 + 4 * CHUNK + 24) + 4 * columns * N + 32
     stage = CHUNK * (2 * 2 * (N + 8) + 2 * (columns + 8) + 4)
     return how.stages * stage + 2 * CHUNK * (columns + 8) + 2 * columns * (N + 8) + 256 * columns + 32 * CHUNK
 

@@ -1,10 +1,12 @@
 // The recurrence of `scan.cu` for Hopper: the same equations and chunks, on wgmma, with warpgroups of three roles.
 //
-// The first group (128 threads) loads chunks with cp.async, sums decays and weights x. The second carries the state:
-// accumulators of S[n, p] = Σ_q B[q, n] · weighted[q, p]. Two output groups take chunks in turn: scores C·Bᵀ and C·S start
-// together, scores are weighted in registers while C·S runs, and become the A operand of scores · x. So a chunk's state
-// waits only for the state before it, and everything else runs beside it. mbarriers hand over, per stage or buffer:
+// Each warp of the first group prepares one stage of shared memory: it has the copy engine load a chunk, sums decays
+// meanwhile, and weights x. The second group carries the state: accumulators of S[n, p] = Σ_q B[q, n] · weighted[q, p].
+// Two output groups take chunks in turn: scores C·Bᵀ and C·S start together, scores are weighted in registers while C·S
+// runs, and become the A operand of scores · x. So a chunk's state waits only for the state before it, and everything
+// else runs beside it. mbarriers hand over, per stage or buffer:
 //
+//   loaded the copy engine → its warp
 //   full   loaded and weighted → state, output        empty  state, output → may be loaded again
 //   ready  the state before a chunk → output          free   output → may be written again
 //
@@ -25,16 +27,21 @@ struct __align__(1024) Stage {  // swizzled tiles begin at whole atoms
 struct Shared {
   Stage stage[STAGES];
   u16 state[2][N * PT];
-  float weight[4][Q];  // exp(c_end − c_q) · dt_q, one copy per warp of the first group
-  unsigned long long full[STAGES], empty[STAGES], ready[2], free[2];
+  float weight[STAGES][Q];  // exp(c_end − c_q) · dt_q
+  unsigned long long loaded[STAGES], full[STAGES], empty[STAGES], ready[2], free[2];
 };
 
 DEVICE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-DEVICE void copy16(u32 to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
+// A tensor map of the driver: where a tile of the rows lies, how it is swizzled.
+struct __align__(64) Map {
+  u8 bytes[128];
+};
+DEVICE void load_tile(u32 to, const Map& map, int column, int row, unsigned long long& barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0],[%1,{%2,%3}],[%4];"
+      ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(address(&barrier)) : "memory");
 }
-DEVICE void copy4(u32 to, const void* from, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0],[%1],4,%2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0));
+DEVICE void expect(unsigned long long& barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(address(&barrier)), "r"(bytes) : "memory");
 }
 // A barrier counts warps. Waits name the round that must be over: round r has parity r mod 2.
 DEVICE void set_barrier(unsigned long long& barrier, int warps) {
@@ -48,7 +55,6 @@ DEVICE void await(unsigned long long& barrier, int round) {
   asm volatile("{.reg .pred p; AGAIN_%=: mbarrier.try_wait.parity.shared::cta.b64 p,[%0],%1; @!p bra AGAIN_%=;}"
       ::"r"(address(&barrier)), "r"(round & 1) : "memory");
 }
-DEVICE void meet() { asm volatile("bar.sync 1,128;" ::: "memory"); }  // of the first group
 DEVICE void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Values a product reads or adds to must be whole before it begins, and none may be touched until it is finished: the
 // compiler moves plain arithmetic past asm statements unless they name the registers.
@@ -94,45 +100,31 @@ struct Sequence {
   int chunks;
 };
 
-DEVICE void prepare(Shared& shared, const Sequence& s, const u16* x_rows, const u16* B_rows, const float* dt_rows,
-                    long long ld_xbc, long long ld_dt, float A) {
-  constexpr int AHEAD = STAGES > 3 ? STAGES - 2 : 1, UNITS = N / 8, XUNITS = PT / 8;
-  int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-  auto fetch = [&](int c) {
-    if (c < s.chunks) {
-      if (c >= STAGES) await(shared.empty[c % STAGES], c / STAGES - 1);
-      Stage& stage = shared.stage[c % STAGES];
-      long long from = s.start + (long long)c * Q;
-      bool inside = from >= s.boundary && from + Q <= s.end;
-      auto source = [&](const u16* rows, int row) {
-        return rows + (inside || (from + row >= s.boundary && from + row < s.end) ? from + row : s.boundary) * ld_xbc;
-      };
-      auto valid = [&](int row) { return inside || (from + row >= s.boundary && from + row < s.end); };
+DEVICE void prepare(Shared& shared, const Sequence& s, const Map& map, const Map& map_x, int place, int column_B, int column_x,
+                    const float* dt_rows, long long ld_dt, float A) {
+  int mine = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31;
+  if (mine >= STAGES) return;
+  Stage& stage = shared.stage[mine];
+  float* weight = shared.weight[mine];
+  for (int c = mine; c < s.chunks; c += STAGES) {
+    long long from = s.start + (long long)c * Q, row = from + 2 * lane;
+    int kept = (int)min(max(s.last - from, 0ll), (long long)Q);
+    float2 dt = make_float2(0.f, 0.f);  // zero for rows outside the sequence: they add nothing and decay nothing
+    if (row >= s.boundary && row < s.end) dt.x = dt_rows[row * ld_dt];
+    if (row + 1 >= s.boundary && row + 1 < s.end) dt.y = dt_rows[(row + 1) * ld_dt];
+    if (c >= STAGES) await(shared.empty[mine], c / STAGES - 1);
+    if (lane == 0) {
+      unsigned long long& barrier = shared.loaded[mine];
+      expect(barrier, 2 * Q * (2 * N + PT));
+      int at = place + (int)(from - s.boundary);
 #pragma unroll
-      for (int k = 0; k < Q * UNITS / 128; k++) {
-        int e = thread + 128 * k, row = e / UNITS, column = e % UNITS * 8, at = place_wide(row, column);
-        const u16* p = source(B_rows, row) + column;
-        copy16(address(stage.B) + at, p, valid(row));
-        copy16(address(stage.C) + at, p + G * N, valid(row));
+      for (int k = 0; k < N; k += 64) {
+        load_tile(address(stage.B + Q * k), map, column_B + k, at, barrier);
+        load_tile(address(stage.C + Q * k), map, column_B + G * N + k, at, barrier);
       }
 #pragma unroll
-      for (int k = 0; k < (Q * XUNITS + 127) / 128; k++) {
-        int e = thread + 128 * k, row = e / XUNITS, column = e % XUNITS * 8;
-        copy16(address(stage.x) + place_x<Q>(row, column), source(x_rows, row) + column, valid(row));
-      }
-      if (thread < Q) copy4(address(&stage.dt[thread]), dt_rows + (valid(thread) ? from + thread : s.boundary) * ld_dt, valid(thread));
+      for (int k = 0; k < PT; k += XW) load_tile(address(stage.x + Q * k), map_x, column_x + k, at, barrier);
     }
-    asm volatile("cp.async.commit_group;");
-  };
-#pragma unroll
-  for (int c = 0; c < AHEAD; c++) fetch(c);
-  for (int c = 0; c < s.chunks; c++) {
-    fetch(c + AHEAD);
-    asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD));
-    meet();
-    Stage& stage = shared.stage[c % STAGES];
-    int kept = (int)min(max(s.last - s.start - (long long)c * Q, 0ll), (long long)Q);
-    float2 dt = *(const float2*)&stage.dt[2 * lane];
     float a = fmaxf(dt.x * A, -128.f), b = fmaxf(dt.y * A, -128.f), sum = a + b;
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) {
@@ -143,19 +135,33 @@ DEVICE void prepare(Shared& shared, const Sequence& s, const u16* x_rows, const 
     int end = max(kept - 1, 0);
     float even = __shfl_sync(0xFFFFFFFFu, sums.x, end >> 1), odd = __shfl_sync(0xFFFFFFFFu, sums.y, end >> 1);
     float total = kept == 0 ? 0.f : end & 1 ? odd : even;
-    *(float2*)&shared.weight[warp][2 * lane] = make_float2(2 * lane < kept ? decay(total - sums.x) * dt.x : 0.f,
-                                                           2 * lane + 1 < kept ? decay(total - sums.y) * dt.y : 0.f);
-    float before = __shfl_sync(0xFFFFFFFFu, sums.y, max(8 * warp - 1, 0));  // warp r: c before row 16r
-    bool earlier = lane < 8 * warp;
-    *(float2*)&stage.keys[warp][2 * lane] =
-        make_float2(earlier ? decay(before - sums.x) * dt.x : 0.f, earlier ? decay(before - sums.y) * dt.y : 0.f);
-    if (warp == 0) *(float2*)&stage.sums[2 * lane] = sums;
-    if (thread == 0) stage.total[0] = decay(total);
-    __syncwarp();
+    *(float2*)&weight[2 * lane] = make_float2(2 * lane < kept ? decay(total - sums.x) * dt.x : 0.f,
+                                              2 * lane + 1 < kept ? decay(total - sums.y) * dt.y : 0.f);
+    *(float2*)&stage.sums[2 * lane] = sums;
+    *(float2*)&stage.dt[2 * lane] = dt;
+    if (lane == 0) stage.total[0] = decay(total);
 #pragma unroll
-    for (int k = 0; k < (Q * XUNITS + 127) / 128; k++) {
-      int e = thread + 128 * k, row = e / XUNITS, at = place_x<Q>(row, e % XUNITS * 8);
-      float w = shared.weight[warp][row];
+    for (int r = 1; r < 4; r++) {
+      float before = __shfl_sync(0xFFFFFFFFu, sums.y, 8 * r - 1);  // c before row 16r
+      bool earlier = lane < 8 * r;
+      *(float2*)&stage.keys[r][2 * lane] =
+          make_float2(earlier ? decay(before - sums.x) * dt.x : 0.f, earlier ? decay(before - sums.y) * dt.y : 0.f);
+    }
+    __syncwarp();
+    await(shared.loaded[mine], c / STAGES);
+    if (from < s.boundary || from + Q > s.end) {  // rows of other sequences, or none: whatever they hold, they count as zeros
+      for (int e = lane; e < Q * (N + PT) / 8; e += 32) {
+        int q = e / ((N + PT) / 8), column = e % ((N + PT) / 8) * 8;
+        if (from + q >= s.boundary && from + q < s.end) continue;
+        u8* to = column < N ? (u8*)stage.B + place_wide(q, column) : (u8*)stage.x + place_x<Q>(q, column - N);
+        *(uint4*)to = make_uint4(0, 0, 0, 0);
+      }
+      __syncwarp();
+    }
+#pragma unroll 8
+    for (int e = lane; e < Q * PT / 8; e += 32) {
+      int q = e / (PT / 8), at = place_x<Q>(q, e % (PT / 8) * 8);
+      float w = weight[q];
       uint4 x = *(const uint4*)((const u8*)stage.x + at);
       x.x = narrow2(low(x.x) * w, high(x.x) * w);
       x.y = narrow2(low(x.y) * w, high(x.y) * w);
@@ -164,7 +170,7 @@ DEVICE void prepare(Shared& shared, const Sequence& s, const u16* x_rows, const 
       *(uint4*)((u8*)stage.weighted + at) = x;
     }
     show_writes();
-    signal(shared.full[c % STAGES]);
+    signal(shared.full[mine]);
   }
 }
 
@@ -310,9 +316,9 @@ DEVICE void run_output(Shared& shared, const Sequence& s, int group, u16* y, lon
 }
 
 extern "C" __global__ __launch_bounds__(THREADS, 1) void scan(
-    u16* y, void* ssm, const u16* xbc, const float* dt, const long long* slots, const long long* positions,
+    u16* y, void* ssm, const float* dt, const long long* slots, const long long* positions,
     const long long* boundaries, const long long* cu_rows, const float* A_log, const float* D, long long ld_y,
-    long long ld_xbc, long long ld_dt, u32 key) {
+    long long ld_dt, u32 key, const __grid_constant__ Map map, const __grid_constant__ Map map_x) {
   extern __shared__ __align__(1024) u8 memory[];
   Shared& shared = *(Shared*)memory;
   int head = blockIdx.x / SPLITS, p0 = blockIdx.x % SPLITS * PT, sequence = blockIdx.y, lane = threadIdx.x & 31;
@@ -330,7 +336,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void scan(
   s.start = s.boundary / Q * Q;
   s.chunks = uniform((int)((s.end - s.start + Q - 1) / Q));
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) { set_barrier(shared.full[i], 4); set_barrier(shared.empty[i], 8); }
+    for (int i = 0; i < STAGES; i++) { set_barrier(shared.loaded[i], 1); set_barrier(shared.full[i], 1); set_barrier(shared.empty[i], 8); }
     for (int i = 0; i < 2; i++) { set_barrier(shared.ready[i], 4); set_barrier(shared.free[i], 4); }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -340,9 +346,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void scan(
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEW_REGISTERS));
     float fronts = 0.f;  // live window rows of the sequences before this one: small whole numbers
     for (int j = lane; j < sequence; j += 32) fronts += (float)(positions[j] - boundaries[j]);
-    long long place = s.first_row + (long long)warp_sum(fronts) - s.boundary;
-    prepare(shared, s, xbc + place * ld_xbc + head * P + p0, xbc + place * ld_xbc + H * P + head / PER * N,
-            dt + place * ld_dt + head, ld_xbc, ld_dt, -expf(A_log[head]));
+    long long place = s.first_row + (long long)warp_sum(fronts);
+    prepare(shared, s, map, map_x, (int)place, H * P + head / PER * N, head * P + p0, dt + (place - s.boundary) * ld_dt + head,
+            ld_dt, -expf(A_log[head]));
   } else if (role == 1) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY_REGISTERS));
     u32 first_element = (u32)(head * P + p0) * N;
