@@ -5,18 +5,18 @@
 // own channels: live window rows go in front of the new ones, then the rows after the last multiple of W and the last raw
 // rows go into the rings. What it writes there no other thread reads, and it reads before it writes.
 //
-// blockIdx.x: tile; blockIdx.y: VEC · THREADS channels, or, past those, THREADS heads of dt.
+// blockIdx.y: tile; blockIdx.x: VEC · THREADS channels, or, past those, THREADS heads of dt. So blocks that run together
+// read whole rows.
 
 constexpr int VEC = 4;  // channels of a thread: with 8, weights and window alone take 100 registers
 constexpr int CONV = H * P + 2 * G * N, CHANNEL_BLOCKS = (CONV / VEC + THREADS - 1) / THREADS, TAIL = KW - 1;
-constexpr int STEP = 8;  // rows in flight
 
 struct Place {
   int sequence, tile;
   long long front;  // live window rows of the sequences before this one
 };
 DEVICE Place find(const long long* positions, const long long* boundaries, const long long* cu_rows, int sequences) {
-  int lane = threadIdx.x & 31, tiles_before = 0, tile = blockIdx.x;
+  int lane = threadIdx.x & 31, tiles_before = 0, tile = blockIdx.y;
   long long front = 0;
   for (int j0 = 0;; j0 += 32) {
     int j = j0 + lane;
@@ -61,27 +61,30 @@ DEVICE uint2 next_row(float (*window)[VEC], uint2 raw, const float (*weight)[KW]
 // The raw rows of VEC channels of one sequence.
 struct Channels {
   const u16 *xbc, *ring;
-  long long ld, position, rows;
-  DEVICE uint2 raw(long long row) const {  // also of the TAIL rows before the new ones; past the last one, that one
+  long long ld, position;
+  int rows;
+  DEVICE uint2 raw(int row) const {  // also of the TAIL rows before the new ones; past the last one, that one
     row = min(row, rows - 1);
     return *(const uint2*)(row < 0 ? ring + modulo(position + row, KR) * CONV : xbc + row * ld);
   }
 };
 // Rows from, from + 1, … before `end`: STEP of them in flight while as many are computed.
 template <class Store>
-DEVICE void run(const Channels& rows, long long from, long long end, const float (*weight)[KW], const float* bias, const Store& store) {
+DEVICE void run(const Channels& rows, int from, int end, const float (*weight)[KW], const float* bias, const Store& store) {
   float past[TAIL][VEC];
   uint2 q[STEP], ahead[STEP];
 #pragma unroll
   for (int k = 0; k < TAIL; k++) widen4(rows.raw(from + k - TAIL), past[k]);
+  const u16* source = rows.xbc + from * rows.ld;
 #pragma unroll
-  for (int k = 0; k < STEP; k++) ahead[k] = rows.raw(from + k);
+  for (int k = 0; k < STEP; k++) ahead[k] = from + k < end ? *(const uint2*)(source + k * rows.ld) : make_uint2(0, 0);
   for (; from < end; from += STEP) {
+    source += STEP * rows.ld;
 #pragma unroll
     for (int k = 0; k < STEP; k++) q[k] = ahead[k];
-    if (from + STEP < end)
 #pragma unroll
-      for (int k = 0; k < STEP; k++) ahead[k] = *(const uint2*)(rows.xbc + min(from + STEP + k, rows.rows - 1) * rows.ld);
+    for (int k = 0; k < STEP; k++)
+      if (from + STEP + k < end) ahead[k] = *(const uint2*)(source + k * rows.ld);
 #pragma unroll
     for (int k = 0; k < STEP; k++) {
       uint2 out = next_row(past, q[k], weight, bias);
@@ -90,21 +93,22 @@ DEVICE void run(const Channels& rows, long long from, long long end, const float
   }
 }
 
-extern "C" __global__ __launch_bounds__(THREADS) void conv(
+extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void conv(
     u16* wide, float* wide_dt, u16* ring_x, u16* ring_B, float* ring_dt, u16* ring_conv, const u16* xbc, const u16* dt_raw,
     const long long* slots, const long long* positions, const long long* boundaries, const long long* cu_rows,
     const float* conv_weight, const float* conv_bias, const float* dt_bias, long long ld_wide, long long ld_wide_dt,
     long long ld_xbc, long long ld_dt, int sequences, float low_limit, float high_limit) {
   Place at = find(positions, boundaries, cu_rows, sequences);
   long long slot = slots[at.sequence], position = positions[at.sequence], boundary = boundaries[at.sequence];
-  long long first = cu_rows[at.sequence], rows = cu_rows[at.sequence + 1] - first, from = (long long)at.tile * TILE;
+  long long first = cu_rows[at.sequence];
+  int rows = (int)(cu_rows[at.sequence + 1] - first), from = at.tile * TILE;
   int live = (int)(position - boundary);
   int window = (int)max(rows - (position + rows) % W, 0ll);  // the first new row that the rings keep
   wide += (first + at.front + live) * ld_wide;
   wide_dt += (first + at.front + live) * ld_wide_dt;
 
-  if (blockIdx.y >= CHANNEL_BLOCKS) {  // dt
-    int head = (blockIdx.y - CHANNEL_BLOCKS) * THREADS + threadIdx.x;
+  if (blockIdx.x >= CHANNEL_BLOCKS) {  // dt
+    int head = (blockIdx.x - CHANNEL_BLOCKS) * THREADS + threadIdx.x;
     float bias = head < H ? dt_bias[head] : 0.f;
     wait_for_inputs();
     let_next_start();
@@ -128,7 +132,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void conv(
     for (int k0 = window; k0 < rows; k0 += STEP) {
       u16 bits[STEP];
 #pragma unroll
-      for (int k = 0; k < STEP; k++) bits[k] = dt_raw[min(k0 + k, (int)rows - 1) * ld_dt];
+      for (int k = 0; k < STEP; k++) bits[k] = dt_raw[min(k0 + k, rows - 1) * ld_dt];
 #pragma unroll
       for (int k = 0; k < STEP; k++)
         if (k0 + k < rows) ring_dt[(position + k0 + k) % R * H] = step(bits[k]);
@@ -136,7 +140,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void conv(
     return;
   }
 
-  int channel = VEC * (blockIdx.y * THREADS + threadIdx.x);
+  int channel = VEC * (blockIdx.x * THREADS + threadIdx.x);
   bool mine = channel < CONV;
   float weight[VEC][KW], bias[VEC];
 #pragma unroll
@@ -151,7 +155,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void conv(
   xbc += first * ld_xbc + channel;
   ring_conv += slot * KR * CONV + channel;
   Channels rows_of{xbc, ring_conv, ld_xbc, position, rows};
-  run(rows_of, from, min(from + TILE, rows), weight, bias, [&](long long row, uint2 v) { *(uint2*)(wide + row * ld_wide + channel) = v; });
+  run(rows_of, from, min(from + TILE, rows), weight, bias, [&](int row, uint2 v) { *(uint2*)(wide + row * ld_wide + channel) = v; });
   if (at.tile) return;
 
   u16* ring = channel < H * P ? ring_x + slot * R * H * P + channel : ring_B + slot * R * G * N + channel - H * P;
@@ -166,11 +170,14 @@ extern "C" __global__ __launch_bounds__(THREADS) void conv(
       if (k0 + k < live) *(uint2*)(wide + (k0 + k - live) * ld_wide + channel) = q[k];
   }
   if (kept && window < rows)
-    run(rows_of, window, rows, weight, bias, [&](long long row, uint2 v) { *(uint2*)(ring + (position + row) % R * pitch) = v; });
-  uint2 last[KR];
+    run(rows_of, window, rows, weight, bias, [&](int row, uint2 v) { *(uint2*)(ring + (position + row) % R * pitch) = v; });
+#pragma unroll 1
+  for (int k0 = max(rows - KR, 0); k0 < rows; k0 += STEP) {
+    uint2 q[STEP];
 #pragma unroll
-  for (int k = 0; k < KR; k++) last[k] = rows_of.raw(max(rows - KR + k, 0ll));
+    for (int k = 0; k < STEP; k++) q[k] = rows_of.raw(k0 + k);
 #pragma unroll
-  for (int k = 0; k < KR; k++)
-    if (rows - KR + k >= 0) *(uint2*)(ring_conv + (position + rows - KR + k) % KR * CONV) = last[k];
+    for (int k = 0; k < STEP; k++)
+      if (k0 + k < rows) *(uint2*)(ring_conv + (position + k0 + k) % KR * CONV) = q[k];
+  }
 }

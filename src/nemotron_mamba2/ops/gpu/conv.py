@@ -17,12 +17,12 @@ from ..reference import scan_rows
 from . import nvrtc
 from .nvrtc import argument, rows16
 
-THREADS = 128
+THREADS, BLOCKS, STEP = 128, 4, 8  # threads of a block, blocks of a multiprocessor, rows in flight (measured)
 
 
 def tile_rows(total_rows: int) -> int:
     """Rows of one thread: few keep all multiprocessors busy, many spare the start of a block (measured)."""
-    return 8 if total_rows <= 1024 else 16 if total_rows <= 2048 else 32 if total_rows <= 4096 else 64
+    return 8 if total_rows <= 512 else 32
 
 
 def conv(
@@ -61,7 +61,7 @@ def conv(
     tiles = sum(-(-count // tile) for count in rows.rows)
     blocks = -(-width // (4 * THREADS)) + -(-H // THREADS)
     _kernel(xbc.device.index, (*shape, *rings, *flags, ("TILE", tile))).launch(
-        (tiles, blocks),
+        (blocks, tiles),
         0,
         [
             *map(argument, (wide, wide_dt, state.ring_x, state.ring_B, state.ring_dt, state.ring_conv, xbc, dt)),
@@ -81,5 +81,5 @@ def conv_cost(state: LayerState, rows: int) -> tuple[int, int]:
 
 @cache
 def _kernel(device: int, defines: tuple[tuple[str, int], ...]) -> nvrtc.Kernel:
-    defines = (*defines, ("THREADS", THREADS))
+    defines = (*defines, ("THREADS", THREADS), ("BLOCKS", BLOCKS), ("STEP", STEP))
     return nvrtc.load(nvrtc.source("common.cuh", "conv.cu"), "conv", defines, threads=THREADS, shared_bytes=0)

@@ -54,10 +54,10 @@ def scan(
     how = cut(H, P, N, len(rows.slots), xbc.device)
     shape = (("H", H), ("P", P), ("G", state.ring_B.shape[2]), ("N", N), ("W", W))
     flags = (("STATE", STATE_CODES[state.ssm.dtype]), ("ROUND", int(reproducible)))
-    kernel = _kernel(xbc.device.index, (*shape, *flags, ("PT", how.columns), ("STAGES", how.stages)), how.hopper)
+    kernel = _kernel(xbc.device.index, (*shape, *flags), how)
     rest = [*map(argument, (dt, *rows.cursors, A_log, D)), argument(out.stride(0))]
     key = ctypes.c_uint(state_key(state.seed, state.layer))
-    if how.hopper:
+    if how.outputs:
         panel = next(width for width in (64, 32, 16) if how.columns % width == 0)
         maps = (nvrtc.tensor_map(xbc, CHUNK, 64), nvrtc.tensor_map(xbc, CHUNK, panel))
         arguments = [*map(argument, (out, state.ssm)), *rest, argument(dt.stride(0)), key, *maps]
@@ -96,11 +96,20 @@ def _wgmma(name: str, columns: int, a: str, transpose_a: int, transpose_b: int) 
 
 @dataclass(frozen=True)
 class Cut:
-    """How blocks share the work. columns: state rows of a block; stages: chunks in shared memory; hopper: on wgmma."""
+    """How blocks share the work. columns: state rows of a block; stages: chunks in shared memory; outputs: warpgroups
+    that compute y, on wgmma, or 0: the kernel for every architecture."""
 
     columns: int
     stages: int
-    hopper: bool
+    outputs: int
+
+    @property
+    def threads(self) -> int:
+        return 128 * (2 + self.outputs) if self.outputs else 256
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        return ("PT", self.columns), ("STAGES", self.stages), ("OUTPUTS", self.outputs)
 
 
 def cut(H: int, P: int, N: int, sequences: int, device: torch.device) -> Cut:
@@ -112,19 +121,19 @@ def cut(H: int, P: int, N: int, sequences: int, device: torch.device) -> Cut:
     if P % 32 == 0 and 2 * H * sequences <= properties.multi_processor_count:
         columns = P // 2
     for size in (columns, 16):
-        for stages in (4, 3, 2):
-            how = Cut(size, stages, hopper)
+        for stages in (4, 3, 2):  # no more than warps that prepare
+            how = Cut(size, stages, 0 if not hopper else 3 if size <= 32 else 2)
             if shared_bytes(how, N) <= limit:
                 return how
-    return Cut(16, 2, hopper=False)
+    return Cut(16, 2, 0)
 
 
 def shared_bytes(how: Cut, N: int) -> int:
     """Dynamic shared memory of a block: struct Shared of the kernel."""
     columns = how.columns
-    if how.hopper:
-        stage = 2 * CHUNK * (2 * N + 2 * columns) + 6 * 4 * CHUNK + 16
-        return how.stages * (-(-stage // 1024) * 1024 + 4 * CHUNK + 24) + 4 * columns * N + 32
+    if how.outputs:
+        stage, state = 4 * CHUNK * (N + columns) + 24 * CHUNK + 40, 2 * columns * N + 16
+        return how.stages * stage + how.outputs * state + 16 * CHUNK
     stage = CHUNK * (2 * 2 * (N + 8) + 2 * (columns + 8) + 4)
     return how.stages * stage + 2 * CHUNK * (columns + 8) + 2 * columns * (N + 8) + 256 * columns + 32 * CHUNK
 
@@ -137,22 +146,21 @@ def scan_cost(state: LayerState, sequences: int, rows: int) -> tuple[int, int]:
     return traffic, rows * H * (2 * N * (CHUNK * 5 // 8 + 2 * P) + CHUNK * P * 5 // 4)
 
 
-def source(hopper: bool, columns: int) -> str:
+def source(how: Cut) -> str:
     """The text of a variant."""
     head = nvrtc.source("common.cuh", "state.cuh")
-    return "\n".join(
-        (head, products(columns), nvrtc.source("scan_sm90.cu")) if hopper else (head, nvrtc.source("scan.cu"))
-    )
+    if not how.outputs:
+        return head + "\n" + nvrtc.source("scan.cu")
+    return "\n".join((head, products(how.columns), nvrtc.source("scan_sm90.cu")))
 
 
 @cache
-def _kernel(device: int, defines: tuple[tuple[str, int], ...], hopper: bool) -> nvrtc.Kernel:
-    d = dict(defines)
+def _kernel(device: int, defines: tuple[tuple[str, int], ...], how: Cut) -> nvrtc.Kernel:
     return nvrtc.load(
-        source(hopper, d["PT"]),
+        source(how),
         "scan",
-        defines,
-        threads=512 if hopper else 256,
-        shared_bytes=shared_bytes(Cut(d["PT"], d["STAGES"], hopper), d["N"]),
-        specific=hopper,
+        (*defines, *how.defines),
+        threads=how.threads,
+        shared_bytes=shared_bytes(how, dict(defines)["N"]),
+        specific=how.outputs > 0,
     )

@@ -1,8 +1,8 @@
 // The recurrence of `scan.cu` for Hopper: the same equations and chunks, on wgmma, with warpgroups of three roles.
 //
-// Each warp of the first group prepares one stage of shared memory: it has the copy engine load a chunk, sums decays
-// meanwhile, and weights x. The second group carries the state: accumulators of S[n, p] = Σ_q B[q, n] · weighted[q, p].
-// Two output groups take chunks in turn: scores C·Bᵀ and C·S start together, scores are weighted in registers while C·S
+// Each warp of the first group owns a stage of shared memory: it has the copy engine load a chunk, sums decays meanwhile,
+// and weights x. The second group carries the state: accumulators of S[n, p] = Σ_q B[q, n] · weighted[q, p].
+// OUTPUTS output groups take chunks in turn: scores C·Bᵀ and C·S start together, scores are weighted in registers while C·S
 // runs, and become the A operand of scores · x. So a chunk's state waits only for the state before it, and everything
 // else runs beside it. mbarriers hand over, per stage or buffer:
 //
@@ -13,22 +13,26 @@
 // Tiles in shared memory are panels of rows of 128 bytes (x: 128, 64 or 32, the widest that divides PT), 16-byte units
 // swizzled as wgmma's descriptors expect. wgmma_* come from `scan.py: products`, one function per shape.
 
-constexpr int Q = 64, CONV = H * P + 2 * G * N, PER = H / G, SPLITS = P / PT, THREADS = 512, KN = N / 16, NM = N / 64;
+constexpr int Q = 64, CONV = H * P + 2 * G * N, PER = H / G, SPLITS = P / PT, KN = N / 16, NM = N / 64;
 constexpr int XW = PT % 64 == 0 ? 64 : PT % 32 == 0 ? 32 : 16;  // columns of an x panel
 constexpr int XROW = 2 * XW, XSWIZZLE = XW == 64 ? 1 : XW == 32 ? 2 : 3, TILES = PT / 8;
 
-// Registers of a thread in each role; their sum is that of four groups at 128.
-constexpr int FEW_REGISTERS = 88, MANY_REGISTERS = 136, OUTPUT_REGISTERS = 144;
+// Threads, and registers of a thread in each role: what the roles take together is no more than the file of 65,536.
+constexpr int THREADS = 128 * (2 + OUTPUTS);
+constexpr int PREPARE_REGISTERS = OUTPUTS == 3 ? 64 : 88, STATE_REGISTERS = OUTPUTS == 3 ? 112 : 136, OUTPUT_REGISTERS = OUTPUTS == 3 ? 104 : 144;
 
 struct __align__(1024) Stage {  // swizzled tiles begin at whole atoms
   u16 C[Q * N], B[Q * N], x[Q * PT], weighted[Q * PT];  // weighted: x · exp(c_end − c) · dt
+};
+struct Decays {
   float total[4], dt[Q], sums[Q], keys[4][Q];  // keys[r][j]: exp(c_(16r−1) − c_j) · dt_j for j < 16r, else 0
 };
 struct Shared {
   Stage stage[STAGES];
-  u16 state[2][N * PT];
-  float weight[STAGES][Q];  // exp(c_end − c_q) · dt_q
-  unsigned long long loaded[STAGES], full[STAGES], empty[STAGES], ready[2], free[2];
+  u16 state[OUTPUTS][N * PT];  // each output group has its own
+  Decays decays[STAGES];
+  float weight[4][Q];  // exp(c_end − c_q) · dt_q, of each warp of the first group
+  unsigned long long loaded[STAGES], full[STAGES], empty[STAGES], ready[OUTPUTS], free[OUTPUTS];
 };
 
 DEVICE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -43,7 +47,8 @@ DEVICE void load_tile(u32 to, const Map& map, int column, int row, unsigned long
 DEVICE void expect(unsigned long long& barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(address(&barrier)), "r"(bytes) : "memory");
 }
-// A barrier counts warps. Waits name the round that must be over: round r has parity r mod 2.
+// A barrier counts warps. Waits name the round that must be over: round r has parity r mod 2, so nobody may wait for a
+// round before the one before it is over: stages belong to one preparing warp, state buffers to one output group.
 DEVICE void set_barrier(unsigned long long& barrier, int warps) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" ::"r"(address(&barrier)), "r"(warps) : "memory");
 }
@@ -91,9 +96,10 @@ DEVICE int place_x(int row, int column) {  // x, weighted, state: panels of XW c
   return column / XW * (ROWS * XROW) + row * XROW + (unit ^ mask) * 16 + column % 8 * 2;
 }
 template <int ROWS>
-DEVICE unsigned long long matrix_x(const u16* tile, int row) {  // rows are K, columns are N
-  return matrix((const u8*)tile + row * XROW, XSWIZZLE, 8 * XROW, ROWS * XROW);
+DEVICE unsigned long long matrix_x(const u16* tile) {  // rows are K, columns are N
+  return matrix(tile, XSWIZZLE, 8 * XROW, ROWS * XROW);
 }
+DEVICE constexpr unsigned long long bytes(int count) { return count >> 4; }  // what moves a descriptor on
 
 struct Sequence {
   long long position, boundary, end, last, start, first_row;
@@ -105,6 +111,7 @@ DEVICE void prepare(Shared& shared, const Sequence& s, const Map& map, const Map
   int mine = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31;
   if (mine >= STAGES) return;
   Stage& stage = shared.stage[mine];
+  Decays& decays = shared.decays[mine];
   float* weight = shared.weight[mine];
   for (int c = mine; c < s.chunks; c += STAGES) {
     long long from = s.start + (long long)c * Q, row = from + 2 * lane;
@@ -137,14 +144,14 @@ DEVICE void prepare(Shared& shared, const Sequence& s, const Map& map, const Map
     float total = kept == 0 ? 0.f : end & 1 ? odd : even;
     *(float2*)&weight[2 * lane] = make_float2(2 * lane < kept ? decay(total - sums.x) * dt.x : 0.f,
                                               2 * lane + 1 < kept ? decay(total - sums.y) * dt.y : 0.f);
-    *(float2*)&stage.sums[2 * lane] = sums;
-    *(float2*)&stage.dt[2 * lane] = dt;
-    if (lane == 0) stage.total[0] = decay(total);
+    *(float2*)&decays.sums[2 * lane] = sums;
+    *(float2*)&decays.dt[2 * lane] = dt;
+    if (lane == 0) decays.total[0] = decay(total);
 #pragma unroll
     for (int r = 1; r < 4; r++) {
       float before = __shfl_sync(0xFFFFFFFFu, sums.y, 8 * r - 1);  // c before row 16r
       bool earlier = lane < 8 * r;
-      *(float2*)&stage.keys[r][2 * lane] =
+      *(float2*)&decays.keys[r][2 * lane] =
           make_float2(earlier ? decay(before - sums.x) * dt.x : 0.f, earlier ? decay(before - sums.y) * dt.y : 0.f);
     }
     __syncwarp();
@@ -183,33 +190,33 @@ DEVICE void run_state(Shared& shared, const Sequence& s, void* ssm, long long ba
 #pragma unroll
     for (int k = 0; k < PT / 2; k++) S[m][k] = load_one(ssm, base + element(m, k));
   for (int c = 0; c < s.chunks; c++) {
-    if (c >= 2) await(shared.free[c & 1], c / 2 - 1);
+    if (c >= OUTPUTS) await(shared.free[c % OUTPUTS], c / OUTPUTS - 1);
 #pragma unroll
     for (int m = 0; m < NM; m++)
 #pragma unroll
       for (int j = 0; j < TILES; j += 2) {  // rounded to bf16, where C reads it
         const float* v = &S[m][4 * j];
-        u32 to = address(shared.state[c & 1]) + place_x<N>(64 * m + 16 * warp + (lane & 15), 8 * (j + (lane >> 4)));
+        u32 to = address(shared.state[c % OUTPUTS]) + place_x<N>(64 * m + 16 * warp + (lane & 15), 8 * (j + (lane >> 4)));
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(to), "r"(narrow2(v[0], v[1])),
                      "r"(narrow2(v[2], v[3])), "r"(narrow2(v[4], v[5])), "r"(narrow2(v[6], v[7])) : "memory");
       }
     show_writes();
-    signal(shared.ready[c & 1]);
+    signal(shared.ready[c % OUTPUTS]);
 
     await(shared.full[c % STAGES], c / STAGES);
     const Stage& stage = shared.stage[c % STAGES];
-    float carried = stage.total[0];
+    float carried = shared.decays[c % STAGES].total[0];
 #pragma unroll
     for (int m = 0; m < NM; m++)
 #pragma unroll
       for (int k = 0; k < PT / 2; k++) S[m][k] *= carried;
     settle<NM * PT / 2>(&S[0][0]);
+    auto B = matrix(stage.B, 1, 1024, Q * 128), weighted = matrix_x<Q>(stage.weighted);
     begin();
 #pragma unroll
     for (int m = 0; m < NM; m++)
 #pragma unroll
-      for (int q = 0; q < Q; q += 16)
-        wgmma_state(S[m], matrix((const u8*)stage.B + m * (Q * 128) + q * 128, 1, 1024, Q * 128), matrix_x<Q>(stage.weighted, q));
+      for (int q = 0; q < Q; q += 16) wgmma_state(S[m], B + bytes(m * (Q * 128) + q * 128), weighted + bytes(q * XROW));
     commit();
     finish<0>();
     settle<NM * PT / 2>(&S[0][0]);
@@ -231,31 +238,29 @@ DEVICE void run_state(Shared& shared, const Sequence& s, void* ssm, long long ba
 
 DEVICE void run_output(Shared& shared, const Sequence& s, int group, u16* y, long long ld_y, float skip) {
   int warp = uniform(threadIdx.x >> 5 & 3), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  for (int c = group; c < s.chunks; c += 2) {
+  for (int c = group; c < s.chunks; c += OUTPUTS) {
     const Stage& stage = shared.stage[c % STAGES];
-    const u16* state = shared.state[c & 1];
-    await(shared.full[c % STAGES], c / STAGES);
+    const Decays& decays = shared.decays[c % STAGES];
+    auto C = matrix(stage.C, 1, 1024, 0), B = matrix(stage.B, 1, 1024, 0), values = matrix_x<Q>(stage.x);
+    auto state = matrix_x<N>(shared.state[c % OUTPUTS]);
     float scores[32], acc[PT / 2];
 #pragma unroll
     for (int k = 0; k < 32; k++) scores[k] = 0.f;
 #pragma unroll
     for (int k = 0; k < PT / 2; k++) acc[k] = 0.f;
+    await(shared.full[c % STAGES], c / STAGES);
     settle<32>(scores);
     settle<PT / 2>(acc);
     begin();
 #pragma unroll
-    for (int k = 0; k < KN; k++) {
-      int at = k / 4 * (Q * 128) + k % 4 * 32;
-      wgmma_scores(scores, matrix((const u8*)stage.C + at, 1, 1024, 0), matrix((const u8*)stage.B + at, 1, 1024, 0));
-    }
+    for (int k = 0; k < KN; k++) wgmma_scores(scores, C + bytes(k / 4 * (Q * 128) + k % 4 * 32), B + bytes(k / 4 * (Q * 128) + k % 4 * 32));
     commit();
-    await(shared.ready[c & 1], c / 2);
+    await(shared.ready[c % OUTPUTS], c / OUTPUTS);
 #pragma unroll
-    for (int k = 0; k < KN; k++)
-      wgmma_past(acc, matrix((const u8*)stage.C + k / 4 * (Q * 128) + k % 4 * 32, 1, 1024, 0), matrix_x<N>(state, 16 * k));
+    for (int k = 0; k < KN; k++) wgmma_past(acc, C + bytes(k / 4 * (Q * 128) + k % 4 * 32), state + bytes(16 * k * XROW));
     commit();
     int row = 16 * warp + g;
-    float before = warp ? stage.sums[16 * warp - 1] : 0.f, c_low = stage.sums[row], c_high = stage.sums[row + 8];
+    float before = warp ? decays.sums[16 * warp - 1] : 0.f, c_low = decays.sums[row], c_high = decays.sums[row + 8];
     float r_low = decay(c_low - before), r_high = decay(c_high - before), e_low = decay(c_low), e_high = decay(c_high);
     u32 x[TILES][2];
 #pragma unroll
@@ -272,10 +277,10 @@ DEVICE void run_output(Shared& shared, const Sequence& s, int group, u16* y, lon
         float* v = &scores[8 * block + 4 * tile];
         int q = 8 * tile + 2 * t;
         if (block < warp) {
-          float2 k = *(const float2*)&stage.keys[warp][16 * block + q];
+          float2 k = *(const float2*)&decays.keys[warp][16 * block + q];
           v[0] *= r_low * k.x; v[1] *= r_low * k.y; v[2] *= r_high * k.x; v[3] *= r_high * k.y;
         } else if (block == warp) {
-          float2 k = *(const float2*)&stage.sums[16 * block + q], dt = *(const float2*)&stage.dt[16 * block + q];
+          float2 k = *(const float2*)&decays.sums[16 * block + q], dt = *(const float2*)&decays.dt[16 * block + q];
           v[0] = q <= g ? v[0] * decay(c_low - k.x) * dt.x : 0.f;
           v[1] = q + 1 <= g ? v[1] * decay(c_low - k.y) * dt.y : 0.f;
           v[2] = q <= g + 8 ? v[2] * decay(c_high - k.x) * dt.x : 0.f;
@@ -288,7 +293,7 @@ DEVICE void run_output(Shared& shared, const Sequence& s, int group, u16* y, lon
       }
     finish<0>();
     settle<PT / 2>(acc);
-    signal(shared.free[c & 1]);
+    signal(shared.free[c % OUTPUTS]);
 #pragma unroll
     for (int j = 0; j < TILES; j++) {
       acc[4 * j] *= e_low; acc[4 * j + 1] *= e_low; acc[4 * j + 2] *= e_high; acc[4 * j + 3] *= e_high;
@@ -297,7 +302,7 @@ DEVICE void run_output(Shared& shared, const Sequence& s, int group, u16* y, lon
     settle<16>(&weights[0][0]);
     begin();
 #pragma unroll
-    for (int block = 0; block < 4; block++) wgmma_values(acc, weights[block], matrix_x<Q>(stage.x, 16 * block));
+    for (int block = 0; block < 4; block++) wgmma_values(acc, weights[block], values + bytes(16 * block * XROW));
     commit();
     finish<0>();
     settle<PT / 2>(acc);
@@ -337,20 +342,20 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void scan(
   s.chunks = uniform((int)((s.end - s.start + Q - 1) / Q));
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) { set_barrier(shared.loaded[i], 1); set_barrier(shared.full[i], 1); set_barrier(shared.empty[i], 8); }
-    for (int i = 0; i < 2; i++) { set_barrier(shared.ready[i], 4); set_barrier(shared.free[i], 4); }
+    for (int i = 0; i < OUTPUTS; i++) { set_barrier(shared.ready[i], 4); set_barrier(shared.free[i], 4); }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   int role = uniform(threadIdx.x >> 7);
   if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEW_REGISTERS));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PREPARE_REGISTERS));
     float fronts = 0.f;  // live window rows of the sequences before this one: small whole numbers
     for (int j = lane; j < sequence; j += 32) fronts += (float)(positions[j] - boundaries[j]);
     long long place = s.first_row + (long long)warp_sum(fronts);
     prepare(shared, s, map, map_x, (int)place, H * P + head / PER * N, head * P + p0, dt + (place - s.boundary) * ld_dt + head,
             ld_dt, -expf(A_log[head]));
   } else if (role == 1) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY_REGISTERS));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(STATE_REGISTERS));
     u32 first_element = (u32)(head * P + p0) * N;
     run_state(shared, s, ssm, slots[sequence] * H * P * N + first_element, first_element, key);
   } else {
