@@ -17,9 +17,7 @@ constexpr int Q = 64, CONV = H * P + 2 * G * N, PER = H / G, SPLITS = P / PT, KN
 constexpr int XW = PT % 64 == 0 ? 64 : PT % 32 == 0 ? 32 : 16;  // columns of an x panel
 constexpr int XROW = 2 * XW, XSWIZZLE = XW == 64 ? 1 : XW == 32 ? 2 : 3, TILES = PT / 8;
 
-// Threads, and registers of a thread in each role: what the roles take together is no more than the file of 65,536.
 constexpr int THREADS = 128 * (2 + OUTPUTS);
-constexpr int PREPARE_REGISTERS = OUTPUTS == 3 ? 64 : 88, STATE_REGISTERS = OUTPUTS == 3 ? 112 : 136, OUTPUT_REGISTERS = OUTPUTS == 3 ? 104 : 144;
 
 struct __align__(1024) Stage {  // swizzled tiles begin at whole atoms
   u16 C[Q * N], B[Q * N], x[Q * PT], weighted[Q * PT];  // weighted: x · exp(c_end − c) · dt
@@ -348,18 +346,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void scan(
   __syncthreads();
   int role = uniform(threadIdx.x >> 7);
   if (role == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PREPARE_REGISTERS));
     float fronts = 0.f;  // live window rows of the sequences before this one: small whole numbers
     for (int j = lane; j < sequence; j += 32) fronts += (float)(positions[j] - boundaries[j]);
     long long place = s.first_row + (long long)warp_sum(fronts);
     prepare(shared, s, map, map_x, (int)place, H * P + head / PER * N, head * P + p0, dt + (place - s.boundary) * ld_dt + head,
             ld_dt, -expf(A_log[head]));
   } else if (role == 1) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(STATE_REGISTERS));
     u32 first_element = (u32)(head * P + p0) * N;
     run_state(shared, s, ssm, slots[sequence] * H * P * N + first_element, first_element, key);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(OUTPUT_REGISTERS));
     run_output(shared, s, role - 2, y + head * P + p0, ld_y, D[head]);
   }
 }
