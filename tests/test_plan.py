@@ -137,6 +137,14 @@ def test_activations_that_nothing_serves_are_refused_while_planning(dtype: torch
         plan_of("bf16", dtype=dtype)
 
 
+@pytest.mark.parametrize(("field", "size"), [("mamba_head_dim", 24), ("ssm_state_size", 48)])
+def test_a_mixer_that_no_gpu_kernel_takes_is_refused_while_planning(field: str, size: int) -> None:
+    config = replace(SMALL, **{field: size})
+    weights = mamba2_weights(config, "bf16", 0)
+    with pytest.raises(NoKernel, match=f"{size}.*device='cpu'"):
+        make_plan(config, weights, Policy(memory_bytes=1 << 30), device="cuda")
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"prompt": "fp4"}, {"step": "fp8"}, {"kv": "int8"}, {"state_dtype": "auto"}, {"state_dtype": torch.float64}],

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .batch import Step
-from .config import LETTERS, LayerConfig, ModelConfig, Policy
+from .config import LETTERS, LayerConfig, Mamba2Config, ModelConfig, Policy
 from .errors import NoKernel
 from .formats import Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight, dequantize
 from .ops import Linear, Quantization, backend
@@ -125,6 +125,7 @@ def make_plan(
     dtype: of the activations. budget_bytes: what copies may take; None: what policy or the device leaves.
     Raises: NoKernel.
     """
+    _check_mixer(config, torch.device(device))
     if budget_bytes is None:
         budget_bytes = _budget(policy, torch.device(device)) - weights.nbytes
     return _plan(LETTERS[type(config)], weights.projections(), policy, torch.device(device), dtype, budget_bytes)
@@ -140,6 +141,8 @@ def plan_model(
 ) -> ModelPlan:
     """Decide how a whole model runs; the memory budget goes to its layers in order. Raises: NoKernel."""
     device, dtype = torch.device(device), dtype or config.dtype
+    for layer in (*config.layers, *config.mtp_layers):
+        _check_mixer(layer, device)
     mtp_layers = weights.mtp.layers if weights.mtp else ()
     outer = [("embeddings", weights.embeddings), ("lm_head", weights.lm_head)]
     outer += [("eh_proj", weights.mtp.eh_proj)] if weights.mtp else []
@@ -157,6 +160,13 @@ def plan_model(
         left -= plans[-1].copy_bytes
     count = len(weights.layers)
     return ModelPlan(tuple(plans[1 : count + 1]), plans[0], tuple(plans[count + 1 :]), weight_bytes, budget)
+
+
+def _check_mixer(config: LayerConfig, device: torch.device) -> None:
+    if isinstance(config, Mamba2Config) and device.type == "cuda":
+        why = backend(device).unserved_mixer(config.mamba_head_dim, config.ssm_state_size)
+        if why:
+            raise NoKernel(f"plan: no kernel for this Mamba-2 layer on {device}: {why}; use device='cpu'")
 
 
 def _plan(

@@ -94,6 +94,13 @@ def _wgmma(name: str, columns: int, a: str, transpose_a: int, transpose_b: int) 
     )
 
 
+def unserved_mixer(head_dim: int, state_size: int) -> str:
+    """Why the kernels of the recurrence cannot take a layer's shape; "" when they can."""
+    if head_dim % 16 or state_size % 32:
+        return f"head_dim must be a multiple of 16 and ssm_state_size of 32, found {head_dim}, {state_size}"
+    return ""
+
+
 @dataclass(frozen=True)
 class Cut:
     """How blocks share the work. columns: state rows of a block; stages: chunks in shared memory; outputs: warpgroups
