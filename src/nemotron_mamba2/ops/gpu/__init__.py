@@ -1,9 +1,9 @@
 """NVIDIA GPU back end: the names and signatures of `ops.reference`, served by kernels.
 
-Step rows run CUDA C++ that NVRTC compiles at run time: `linear.cu` and `linear_many.cu` for products of every format
-(norms fused in at one row), `step.cu` for convolution and recurrence. Prompt rows: `conv.cu` and `scan.cu`; products on
-cuBLAS, with casts and dequantised weights from `cast.cu` and `dequantize.cu`. What has no kernel here is the reference's
-own, which torch runs on the device.
+Step rows run CUDA C++ that NVRTC compiles at run time: `linear.cu`, `linear_wide.cu` (Hopper) and `linear_many.cu` for
+products of every format (norms fused in at one row), `step.cu` for convolution and recurrence. Prompt rows: `conv.cu`
+and `scan.cu`; products on cuBLAS, with casts and dequantised weights from `cast.cu` and `dequantize.cu`. What has no
+kernel here is the reference's own, which torch runs on the device.
 """
 
 from ..reference import (
@@ -17,7 +17,7 @@ from ..reference import (
 )
 from .conv import conv
 from .linear import linear, norm_linear, norm_linear_residual, pack, rms_norm, unserved
-from .scan import scan
+from .scan import scan, unserved_mixer
 from .step import step
 
 __all__ = [
@@ -37,4 +37,5 @@ __all__ = [
     "step",
     "store_kv",
     "unserved",
+    "unserved_mixer",
 ]
