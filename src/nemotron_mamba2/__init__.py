@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from .batch import Batch, Step
     from .checkpoint import load_layer, load_model
     from .config import Mamba2Config, ModelConfig, Policy
-    from .errors import NemotronMamba2Error
-    from .formats import dequantize
+    from .errors import AdapterError, NemotronMamba2Error
+    from .formats import Fp8Block, Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight, dequantize
     from .generate import Completion, Model, TokenEvent
     from .layer import NemotronMamba2Layer
     from .plan import Capabilities, Plan, make_plan
@@ -24,15 +24,21 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AdapterError": "errors",
     "Batch": "batch",
     "Capabilities": "plan",
     "Completion": "generate",
+    "Fp8Block": "formats",
+    "Fp8Channel": "formats",
+    "Fp8Tensor": "formats",
     "Mamba2Config": "config",
     "Mamba2Weights": "weights",
     "Model": "generate",
     "ModelConfig": "config",
     "NemotronMamba2Error": "errors",
     "NemotronMamba2Layer": "layer",
+    "Nvfp4": "formats",
+    "Plain": "formats",
     "Plan": "plan",
     "Policy": "config",
     "SamplingParams": "sampling",
@@ -40,6 +46,7 @@ _HOMES = {
     "StatePool": "state",
     "Step": "batch",
     "TokenEvent": "generate",
+    "Weight": "formats",
     "dequantize": "formats",
     "load_layer": "checkpoint",
     "load_model": "checkpoint",
@@ -47,15 +54,21 @@ _HOMES = {
 }
 
 __all__ = [
+    "AdapterError",
     "Batch",
     "Capabilities",
     "Completion",
+    "Fp8Block",
+    "Fp8Channel",
+    "Fp8Tensor",
     "Mamba2Config",
     "Mamba2Weights",
     "Model",
     "ModelConfig",
     "NemotronMamba2Error",
     "NemotronMamba2Layer",
+    "Nvfp4",
+    "Plain",
     "Plan",
     "Policy",
     "SamplingParams",
@@ -63,6 +76,7 @@ __all__ = [
     "StatePool",
     "Step",
     "TokenEvent",
+    "Weight",
     "dequantize",
     "load_layer",
     "load_model",

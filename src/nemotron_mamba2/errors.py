@@ -11,6 +11,7 @@
     ├── CapacityError
     │   ├── OutOfSlots
     │   └── OutOfPages
+    ├── AdapterError       a foreign model, or a use of it, that an adapter does not serve
     └── RequestError       the user's request is at fault (HTTP 400)
 
 A message names the thing, what was expected, what came, and a way out. Catch the root to catch all;
@@ -60,6 +61,10 @@ class OutOfSlots(CapacityError):
 
 class OutOfPages(CapacityError):
     """No KV page is free."""
+
+
+class AdapterError(NemotronMamba2Error):
+    """A model of another library, or a use of it, that its adapter does not serve."""
 
 
 class RequestError(NemotronMamba2Error):
