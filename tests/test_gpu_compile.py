@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemotron_mamba2.formats import Nvfp4, dequantize
+from nemotron_mamba2.formats import FORMATS, Nvfp4, dequantize
 from nemotron_mamba2.ops import gpu, reference
-from nemotron_mamba2.ops.gpu import nvrtc
+from nemotron_mamba2.ops.gpu import nvrtc, tiles
+from nemotron_mamba2.ops.gpu.tiles import Tiles, Wide
 
 linear = import_module("nemotron_mamba2.ops.gpu.linear")  # the package names the functions
 step = import_module("nemotron_mamba2.ops.gpu.step")
 
+SHARED_BYTES = 227 << 10  # of a block on Hopper
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 NANO = {"H": 64, "P": 64, "G": 8, "N": 128, "W": 16, "R": 31, "KR": 11, "KW": 4, "HAS_BIAS": 1, "HAS_LIMIT": 0}
 
@@ -41,12 +43,15 @@ def usage(image: bytes, folder: Path) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 
+def product_image(tile: Tiles, format: str, rows_out: int, columns: int, architecture: str, *, norm: int = 0) -> bytes:
+    constants = tiles.defines(format, columns, tiles.slices(rows_out, columns), tile, norm, residual=norm == 0)
+    return nvrtc.compile_cubin(tiles.source(tile)[0], constants, architecture + "a" * isinstance(tile, Wide))
+
+
 def linear_image(format: str, rows_out: int, columns: int, rows: int, architecture: str) -> bytes:
-    tile = linear.tiles(format, rows_out, rows)
+    tile = tiles.choose(format, rows_out, columns, rows, hopper=architecture == "sm_90")
     norm = int(rows <= linear.FUSED_ROWS)
-    count = linear.slices(rows_out, columns)
-    defines = linear.step_defines(format, columns, count, tile, norm, groups=1, residual=False)
-    return nvrtc.compile_cubin(linear.step_source(defines)[0], defines, architecture)
+    return product_image(tile, format, rows_out, columns, architecture, norm=norm)
 
 
 def step_image(state: int, sequences: int, architecture: str) -> bytes:
@@ -55,16 +60,56 @@ def step_image(state: int, sequences: int, architecture: str) -> bytes:
     return nvrtc.compile_cubin(nvrtc.source("common.cuh", "state.cuh", "step.cu"), defines, architecture)
 
 
-def norm_image(architecture: str) -> bytes:
-    defines = [("K_", 4096), ("GROUPS", 8), ("GATED_", 1)]
-    return nvrtc.compile_cubin(nvrtc.source("common.cuh", "norm.cuh", "norm.cu"), defines, architecture)
+def norm_image(architecture: str, order: int = 0) -> bytes:
+    defines = [("K_", 4096), ("GROUPS", 8), ("GATED_", 1), ("ORDER", order)]
+    return nvrtc.compile_cubin(linear.norm_source(), defines, architecture)
 
 
-@pytest.mark.parametrize("rows", [1, 64, 256])
+def unspilt(used: dict[str, int]) -> bool:
+    return used["REG"] <= 255 and used["LOCAL"] == 0 and used["STACK"] <= 16
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 256])
 @pytest.mark.parametrize("format", ["bf16", "fp8_block", "nvfp4"])
-def test_products_do_not_spill(format: str, rows: int, tmp_path: Path) -> None:
-    used = usage(linear_image(format, 10304, 2688, rows, "sm_90"), tmp_path)
-    assert used["REG"] <= 255 and used["LOCAL"] == 0 and used["STACK"] <= 16, used
+@pytest.mark.parametrize(("rows_out", "columns"), [(10304, 2688), (2688, 4096)])
+def test_products_do_not_spill(format: str, rows_out: int, columns: int, rows: int, tmp_path: Path) -> None:
+    used = usage(linear_image(format, rows_out, columns, rows, "sm_90"), tmp_path)
+    assert unspilt(used), used
+
+
+MEASURED = [
+    (format, rows_out, columns, tile)
+    for (format, rows_out, columns), cuts in tiles._measured().items()
+    for _, tile in cuts
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("format", "rows_out", "columns", "tile"), MEASURED)
+def test_no_measured_cut_spills(format: str, rows_out: int, columns: int, tile: Tiles, tmp_path: Path) -> None:
+    used = usage(product_image(tile, format, rows_out, columns, "sm_90"), tmp_path)
+    assert unspilt(used), used
+
+
+@pytest.mark.parametrize(("format", "rows_out", "columns", "tile"), MEASURED)
+def test_measured_cuts_can_be_launched(format: str, rows_out: int, columns: int, tile: Tiles) -> None:
+    count = tiles.slices(rows_out, columns)
+    assert tile.shared_bytes(format, count) <= SHARED_BYTES
+    assert tile.threads(count) <= 1024
+    if isinstance(tile, Wide):
+        assert count % (tile.WS * tile.CL * tiles.grouped(count)) == 0
+        assert not tile.SUM or (tile.WS * tile.CL == 1 and tiles.grouped(count) == 1)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 256, 300, 4096])
+@pytest.mark.parametrize(("rows_out", "columns"), [(10304, 2688), (2688, 4096), (17504, 3136), (3136, 7680), (64, 128)])
+@pytest.mark.parametrize("hopper", [True, False])
+def test_every_row_count_has_a_cut(rows: int, rows_out: int, columns: int, hopper: bool) -> None:
+    for format in FORMATS:
+        tile = tiles.choose(format, rows_out, columns, rows, hopper=hopper)
+        blocks, token_blocks = tile.grid(rows_out, rows)
+        assert blocks * token_blocks > 0
+        assert tile.shared_bytes(format, tiles.slices(rows_out, columns)) <= (SHARED_BYTES if hopper else 96 << 10)
 
 
 @pytest.mark.parametrize(("state", "sequences"), [(0, 1), (0, 64), (2, 64)])
@@ -75,10 +120,15 @@ def test_the_step_does_not_spill(state: int, sequences: int, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a != "sm_90"])
 def test_every_kernel_compiles_for(architecture: str) -> None:
-    for format in ("fp8_tensor", "nvfp4"):
-        assert linear_image(format, 10304, 2688, 1, architecture)
+    for format, rows in (("fp8_tensor", 1), ("nvfp4", 1), ("nvfp4", 256)):
+        assert linear_image(format, 10304, 2688, rows, architecture)
     assert step_image(2, 1, architecture)
     assert norm_image(architecture)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_norms_that_order_rows_compile(order: int, tmp_path: Path) -> None:
+    assert unspilt(usage(norm_image("sm_90", order), tmp_path))
 
 
 def test_a_damaged_cache_entry_is_built_again(tmp_path: Path) -> None:

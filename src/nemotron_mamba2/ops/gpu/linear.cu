@@ -1,12 +1,13 @@
 // y = norm(x) · Wᵀ (· scale) (+ residual) for few rows: weights stream once, one warp per slice of K.
 //
 // One instruction does the arithmetic for every format and row count: mma.m16n8k16 (bf16 in, fp32 out) with 16 weight
-// rows as the A operand and 8 tokens as the B operand. K is cut into S *slices*; each is summed in order, and slices are
-// added in order. Nothing else decides a result's bits, so a token's bits do not depend on the other tokens, nor on
-// which of the two kernels ran: `linear_many` adds the same slices in the same order.
+// rows as the A operand and 8 tokens as the B operand. K is cut into S *slices*; each is summed in order, GROUP slices are
+// added in order, and so are the groups. Nothing else decides a result's bits, so a token's bits do not depend on the other
+// tokens, nor on which kernel ran: `linear_wide` and `linear_many` add the same slices in the same order.
 //
 //   MT, NT   tiles of 16 weight rows and of 8 tokens that a warp holds        WM   warps side by side over weight rows
 //   S        slices of K, one warp each                                      DEPTH chunks of weights in flight per warp
+//   AHEAD    chunks beyond them that are asked to come to L2 before the kernel waits for its tokens
 //
 // NORM   0 x is read as it is · 1 RMSNorm of x · 2 RMSNorm over groups of x·silu(z)         (1, 2: the block norms its
 //        rows into shared memory, by the same function as `norm_rows`)
@@ -29,6 +30,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32) void linear(
 #pragma unroll
   for (int d = 0; d < DEPTH; d++)
     if (c0 + d < c1) load(q[d], w, block_scales, tile, last_tile, c0 + d, lane);
+  if (AHEAD) bring(w, block_scales, tile, last_tile, c0 + DEPTH, min(AHEAD, c1 - c0 - DEPTH), lane);
   wait_for_inputs();
   let_next_start();
 
@@ -75,7 +77,12 @@ extern "C" __global__ __launch_bounds__(WARPS * 32) void linear(
     if (m >= M || n >= N) continue;
     float v = 0.f;
 #pragma unroll
-    for (int s = 0; s < S; s++) v += sums[(s * ROWS + row) * PITCH + m];
+    for (int s = 0; s < S; s += GROUP) {
+      float of_group = 0.f;
+#pragma unroll
+      for (int k = 0; k < GROUP; k++) of_group += sums[((s + k) * ROWS + row) * PITCH + m];
+      v += of_group;
+    }
     if (FORMAT == 2) factor = scale[n];
     v *= factor;
     if (RESIDUAL) v += widen(residual[(token0 + m) * ldr + n]);

@@ -1,9 +1,10 @@
-"""norm_linear, linear and norm_linear_residual on NVIDIA GPUs; step rows run `linear.cu` and `linear_many.cu`.
+"""norm_linear, linear and norm_linear_residual on NVIDIA GPUs; step rows run `linear.cu`, `linear_many.cu` and, on
+Hopper, `linear_wide.cu`.
 
 Weights move once per step (bytes: weight + scales + rows × (in + out) × 2; flops: 2 × rows × in × out). bf16 and FP8
 are read as they lie in the checkpoint; NVFP4 is repacked once into mma fragment order. Up to FUSED_ROWS the norm runs
-inside the product; above, a kernel of its own writes the same bits. How many tiles a warp holds depends on the row
-count; the number of slices of K does not, and it alone (with the instruction) decides a row's bits.
+inside the product; above, a kernel of its own writes the same bits. How a launch is cut depends on the row count
+(`tiles.py`); the number of slices of K does not, and it alone (with the instruction) decides a row's bits.
 
 Prompt rows run on cuBLAS (`prompt.py`); under `reproducible` on the kernels of step rows.
 """
@@ -11,9 +12,7 @@ Prompt rows run on cuBLAS (`prompt.py`); under `reproducible` on the kernels of 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from functools import cache
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,54 +23,10 @@ from ...formats import Nvfp4, Plain, Weight
 from .. import Linear, reference
 from . import nvrtc, prompt
 from .nvrtc import argument, rows16
+from .tiles import INPUTS_PER_CHUNK, ROWS_PER_TILE, Defines, Tiles, Wide, choose, defines, slices, source
 
-FORMAT_CODES = {"bf16": 0, "fp8_tensor": 1, "fp8_channel": 2, "fp8_block": 3, "nvfp4": 4}
 FUSED_ROWS = 1  # above, norming once beats norming in every block (measured)
-STAGES = 4  # chunks of tokens in shared memory, of linear_many
 FUSED_SHARED_BYTES = 96 << 10
-SHARED_LIMIT_BYTES = 224 << 10
-INPUTS_PER_CHUNK = 64
-ROWS_PER_TILE = 16
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How one launch cuts the work; names as in linear.cu and linear_many.cu. WN = 0: the few-row kernel."""
-
-    WM: int
-    MT: int
-    NT: int
-    DEPTH: int
-    WN: int = 0
-
-    @property
-    def rows(self) -> int:
-        """Weight rows of one block."""
-        return ROWS_PER_TILE * self.MT * self.WM
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one block."""
-        return 8 * self.NT * max(self.WN, 1)
-
-
-def slices(rows_out: int, columns: int) -> int:
-    """Slices of K: eight where few tiles would leave multiprocessors idle, else four. Part of a result's bits."""
-    return 8 if rows_out // ROWS_PER_TILE < 528 or columns >= 4096 else 4
-
-
-def tiles(format: str, rows_out: int, rows: int) -> Tiles:
-    """Tiles for a row count, by measurement on H200. Not part of a result's bits."""
-    if rows <= 8:
-        return Tiles(1, 1, 1, 2 if format == "bf16" else 4)
-    if rows <= 16:
-        return Tiles(1, 1, 2, 4) if format == "nvfp4" else Tiles(1, 2, 2, 2)
-    wide = rows_out > 8192  # in_proj: enough rows to share tokens between warps
-    if format == "bf16":
-        if rows <= 64:
-            return Tiles(1, 2, 8, 2)
-        return Tiles(2, 2, 4, 2, WN=2) if wide else Tiles(4, 1, 8, 2, WN=1)
-    return Tiles(4, 1, 8, 2, WN=1) if wide and rows > 64 else Tiles(2, 2, 4, 2)
 
 
 def norm_linear(
@@ -123,12 +78,18 @@ def rms_norm(
     x: Tensor, weight: Tensor, *, eps: float, groups: int = 1, gate: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """RMSNorm of x, or of x · silu(gate), over each of `groups` parts of a row; x: bf16 [T, d]. Returns: the same."""
+    return _norm(x, weight, eps=eps, groups=groups, gate=gate, order=0, out=out)
+
+
+def _norm(
+    x: Tensor, weight: Tensor, *, eps: float, groups: int, gate: Tensor | None, order: int, out: Tensor | None = None
+) -> Tensor:
     x, gate = rows16(x), None if gate is None else rows16(gate)
     rows, width = x.shape
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device) if out is None else out
     if not rows:
         return out
-    kernel = _norm_kernel(x.device.index, width, groups, gate is not None)
+    kernel = _norm_kernel(x.device.index, width, groups, gate is not None, order)
     z = x if gate is None else gate
     strides = (out.stride(0), x.stride(0), z.stride(0))
     kernel.launch((rows, 1), 0, [*map(argument, (out, x, z, weight)), *map(argument, strides), argument(eps)])
@@ -198,39 +159,84 @@ def _step(
     if not rows:
         return y
     x = rows16(x)
-    fused_bytes = rows * (columns + 32) * 2
-    if norm and (rows > FUSED_ROWS or fused_bytes > FUSED_SHARED_BYTES):
+    format, device = linear.weight.format, x.device.index
+    tile = choose(format, rows_out, columns, rows, hopper=_hopper(device))
+    if isinstance(tile, Wide):
+        x = ordered(x, format, norm=norm, norm_weight=norm_weight, groups=groups, eps=eps, z=z)
+        norm = 0
+    elif norm and (rows > FUSED_ROWS or rows * (columns + 32) * 2 > FUSED_SHARED_BYTES):
         x = rms_norm(x, norm_weight, eps=eps, groups=groups, gate=z)  # type: ignore[arg-type]
-        norm, fused_bytes = 0, 0
+        norm = 0
+    product(
+        y, x, linear, tile, slices(rows_out, columns),
+        residual=residual, norm=norm, z=z, norm_weight=norm_weight, groups=groups, eps=eps,
+    )  # fmt: skip
+    return y
+
+
+def ordered(
+    x: Tensor,
+    format: str,
+    *,
+    norm: int = 0,
+    norm_weight: Tensor | None = None,
+    groups: int = 1,
+    eps: float = 0.0,
+    z: Tensor | None = None,
+) -> Tensor:
+    """Rows as linear_wide.cu reads them, normed first if `norm` says so; x: bf16 [T, in]. Returns: the same."""
+    order = 1 if format == "bf16" else 2
+    if norm:
+        assert norm_weight is not None
+        return _norm(x, norm_weight, eps=eps, groups=groups, gate=z, order=order)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _order_kernel(x.device.index, x.shape[1], order).launch(
+        (len(x), 1), 0, [*map(argument, (out, x)), *map(argument, (out.stride(0), x.stride(0)))]
+    )
+    return out
+
+
+def product(
+    y: Tensor,
+    x: Tensor,
+    linear: Linear,
+    tile: Tiles,
+    slice_count: int,
+    *,
+    residual: Tensor | None = None,
+    norm: int = 0,
+    z: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    groups: int = 1,
+    eps: float = 0.0,
+) -> None:
+    """One launch of y = norm(x) · Wᵀ (+ residual), cut as `tile` says; x of a `Wide` one: `ordered`."""
+    rows_out, columns = linear.weight.shape
+    rows, format = len(x), linear.weight.format
     z = x if z is None or not norm else rows16(z)
-    residual_rows = None if residual is None else rows16(residual)
-    count, tile = slices(rows_out, columns), tiles(linear.weight.format, rows_out, rows)
+    r = x if residual is None else rows16(residual)
+    shared = tile.shared_bytes(format, slice_count, rows * (columns + 32) * 2 if norm else 0)
     kernel = _kernel(
         x.device.index,
-        step_defines(
-            linear.weight.format,
-            columns,
-            count,
-            tile,
-            norm,
-            groups=groups if norm else 1,
-            residual=residual is not None,
-        ),
-    )
-    shared = shared_bytes(count, tile, normed_bytes=fused_bytes if norm else 0)
-    codes, block_scales, scale = _operands(linear)
-    r = x if residual_rows is None else residual_rows
-    kernel.launch(
-        (-(-rows_out // tile.rows), -(-rows // tile.tokens)),
+        tile,
+        defines(format, columns, slice_count, tile, norm, groups=groups if norm else 1, residual=residual is not None),
         shared,
-        [
+    )
+    codes, block_scales, scale = _operands(linear)
+    if isinstance(tile, Wide):
+        arguments = [
+            *map(argument, (y, codes, block_scales, scale, r, y.stride(0), r.stride(0))),
+            *map(ctypes.c_int, (rows_out, rows)),
+            nvrtc.tensor_map(x, tile.NTOK, INPUTS_PER_CHUNK),
+        ]
+    else:
+        arguments = [
             *map(argument, (y, codes, block_scales, scale, x, z, norm_weight, r)),
             *(argument(t.stride(0)) for t in (y, x, z, r)),
             *map(ctypes.c_int, (rows_out, rows)),
             argument(eps),
-        ],
-    )
-    return y
+        ]
+    kernel.launch(tile.grid(rows_out, rows), shared, arguments)
 
 
 def _operands(linear: Linear) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -265,49 +271,30 @@ def _prompt(
     return _step(x, linear, norm=0, out=out) if linear.reproducible else prompt.product(x, linear, out=out)
 
 
-def shared_bytes(slice_count: int, tile: Tiles, *, normed_bytes: int) -> int:
-    """Dynamic shared memory of one launch."""
-    if tile.WN:
-        return max(STAGES * tile.tokens * 2 * INPUTS_PER_CHUNK, 2 * tile.tokens * (tile.rows + 2))
-    return max(4 * slice_count * tile.rows * (tile.tokens + 1), normed_bytes)
-
-
-Defines: TypeAlias = tuple[tuple[str, int], ...]
-
-
-def step_defines(
-    format: str, columns: int, slice_count: int, tile: Tiles, norm: int, *, groups: int, residual: bool
-) -> Defines:
-    """The compile-time constants of one variant of linear.cu or linear_many.cu."""
-    return (
-        ("FORMAT", FORMAT_CODES[format]),
-        ("K_", columns),
-        ("S", slice_count),
-        *((name, getattr(tile, name)) for name in ("WM", "MT", "NT", "DEPTH", "WN")),
-        ("STAGES", STAGES),
-        ("NORM", norm),
-        ("GROUPS", groups),
-        ("RESIDUAL", int(residual)),
-    )
-
-
-def step_source(defines: Defines) -> tuple[str, str, int]:
-    """(source, kernel name, threads of a block) of a variant."""
-    d = dict(defines)
-    if d["WN"]:
-        return nvrtc.source("common.cuh", "weights.cuh", "linear_many.cu"), "linear_many", 32 * d["WM"] * d["WN"]
-    return nvrtc.source("common.cuh", "norm.cuh", "weights.cuh", "linear.cu"), "linear", 32 * d["WM"] * d["S"]
+@cache
+def _hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache
-def _kernel(device: int, defines: Defines) -> nvrtc.Kernel:
-    text, name, threads = step_source(defines)
-    return nvrtc.load(text, name, defines, threads=threads, shared_bytes=SHARED_LIMIT_BYTES)
+def _kernel(device: int, tile: Tiles, constants: Defines, shared_bytes: int) -> nvrtc.Kernel:
+    text, name = source(tile)
+    threads, specific = tile.threads(dict(constants)["S"]), isinstance(tile, Wide)
+    return nvrtc.load(text, name, constants, threads=threads, shared_bytes=shared_bytes, specific=specific)
 
 
 @cache
-def _norm_kernel(device: int, width: int, groups: int, gated: bool) -> nvrtc.Kernel:
-    defines = (("K_", width), ("GROUPS", groups), ("GATED_", int(gated)))
-    return nvrtc.load(
-        nvrtc.source("common.cuh", "norm.cuh", "norm.cu"), "norm_rows", defines, threads=256, shared_bytes=0
-    )
+def _norm_kernel(device: int, width: int, groups: int, gated: bool, order: int) -> nvrtc.Kernel:
+    constants = (("K_", width), ("GROUPS", groups), ("GATED_", int(gated)), ("ORDER", order))
+    return nvrtc.load(norm_source(), "norm_rows", constants, threads=256, shared_bytes=0)
+
+
+@cache
+def _order_kernel(device: int, width: int, order: int) -> nvrtc.Kernel:
+    constants = (("K_", width), ("GROUPS", 1), ("GATED_", 0), ("ORDER", order))
+    return nvrtc.load(norm_source(), "order_rows", constants, threads=256, shared_bytes=0)
+
+
+def norm_source() -> str:
+    """The text of the norm and the ordering of rows."""
+    return nvrtc.source("common.cuh", "norm.cuh", "norm.cu")

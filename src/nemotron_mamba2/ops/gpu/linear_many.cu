@@ -42,7 +42,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void linear_many(
 #pragma unroll
   for (int c = 0; c < STAGES - 1; c++) fetch(c);
 
-  float acc[MT][NT][4] = {}, total[MT][NT][4] = {};
+  float acc[MT][NT][4] = {}, of_group[MT][NT][4] = {}, total[MT][NT][4] = {};
   int slice = 0;
   for (int c0 = 0; c0 < CHUNKS; c0 += DEPTH) {
 #pragma unroll
@@ -66,8 +66,12 @@ extern "C" __global__ __launch_bounds__(THREADS) void linear_many(
           for (int n = 0; n < NT; n++)
 #pragma unroll
             for (int r = 0; r < 4; r++) {
-              total[i][n][r] += acc[i][n][r];
+              of_group[i][n][r] += acc[i][n][r];
               acc[i][n][r] = 0.f;
+              if (slice % GROUP == 0) {
+                total[i][n][r] += of_group[i][n][r];
+                of_group[i][n][r] = 0.f;
+              }
             }
       }
     }

@@ -3,8 +3,29 @@
 // A row is summed in SPANS: its groups, or eighths of it when it has but one group. One warp sums a span (lanes, then xor
 // 16, 8, 4, 2, 1), spans of one group are added in order. Everything a thread needs is in flight at once.
 
+// ORDER: of the inputs of a written row. 0 as they are · 1, 2: in each 64, as the fragments of `weights.cuh` hold them, so that
+// wgmma can read them (1 bf16, 2 the other formats). Rows then begin at multiples of 128 bytes.
+
+#ifndef ORDER
+#define ORDER 0
+#endif
+
 constexpr int SPANS = GROUPS == 1 ? 8 : GROUPS, SPAN = K_ / SPANS, VECTORS = (SPAN / 8 + 31) / 32;
 
+// Eight inputs of a row, the first of them a multiple of eight.
+DEVICE void store8(u16* to, uint4 r) {
+  if (ORDER == 0) {
+    *(uint4*)to = r;
+    return;
+  }
+  u16* chunk = (u16*)((unsigned long long)to & ~127ull);
+  int unit = (int)((unsigned long long)to >> 4 & 7), t = ORDER == 1 ? unit & 3 : unit >> 1, half = ORDER == 1 ? unit >> 2 : unit & 1;
+  u32* place = (u32*)chunk + 16 * half + t;
+  place[0] = r.x;
+  place[4] = r.y;
+  place[8] = r.z;
+  place[12] = r.w;
+}
 template <bool GATED>
 DEVICE void load_span(const u16* x, const u16* z, float (*v)[8]) {
   int lane = threadIdx.x & 31;
@@ -44,7 +65,7 @@ DEVICE void store_span(const float (*v)[8], float scale, const float* weight, u1
     r.y = narrow2(v[i][2] * scale * w0.z, v[i][3] * scale * w0.w);
     r.z = narrow2(v[i][4] * scale * w1.x, v[i][5] * scale * w1.y);
     r.w = narrow2(v[i][6] * scale * w1.z, v[i][7] * scale * w1.w);
-    *(uint4*)(out + at) = r;
+    store8(out + at, r);
   }
 }
 DEVICE float norm_scale(const float* partial, float eps) {  // of one whole row

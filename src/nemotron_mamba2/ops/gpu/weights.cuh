@@ -54,6 +54,26 @@ DEVICE void load(Chunk& q, const u8* w, const u8* block_scales, int tile, int la
   }
 }
 
+// Ask for chunks [c, c + count) of the tiles to be brought to L2; nobody waits for them.
+DEVICE void bring_to_l2(const u8* p, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(p), "r"(bytes) : "memory");
+#endif
+}
+DEVICE void bring(const u8* w, const u8* block_scales, int tile, int last_tile, int c, int count, int lane) {
+  if (count <= 0) return;
+  long long row = min(tile + lane / 16, last_tile);
+  if (lane >= 16 * MT) return;
+  if (FORMAT == 4) {
+    long long at = row * CHUNKS + c;
+    if (lane % 16 == 0) bring_to_l2(w + at * 512, count * 512);
+    if (lane % 16 == 1) bring_to_l2(block_scales + at * 64, count * 64);
+  } else {
+    constexpr int B = FORMAT == 0 ? 2 : 1;
+    bring_to_l2(w + ((row * 16 + lane % 16) * K_ + 64 * c) * B, count * 64 * B);
+  }
+}
+
 DEVICE u32 e4m3_pair(u32 v, u32 selector) {  // two bytes of v → bf16x2
   u32 lanes = __byte_perm(v, 0, selector);
   return bf16x2_times((lanes & 0x80008000u) | ((lanes >> 4) & 0x07F007F0u), 0x7B807B80u);
