@@ -123,6 +123,7 @@ class Rows:
     slots, positions, boundaries, rows: host integers, one per sequence. position counts the committed rows before
     this step; the state in memory is that of boundary, a multiple of window_rows ≤ position. Uncommitted and
     committed rows since the boundary sit in the rings. first_row: where this share begins in the hidden states.
+    on_device: int64 [4·S + 1], the `packed` integers where a captured step reads them; None: copied when asked for.
     """
 
     slots: tuple[int, ...]
@@ -131,6 +132,7 @@ class Rows:
     boundaries: tuple[int, ...]
     first_row: int
     device: torch.device
+    on_device: Tensor | None = None
     cu_rows: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -144,6 +146,11 @@ class Rows:
     def slice(self) -> slice:
         """Where this share lies in the hidden states."""
         return slice(self.first_row, self.first_row + self.total_rows)
+
+    @property
+    def packed(self) -> tuple[int, ...]:
+        """slots, positions, boundaries and cu_rows in one row of integers."""
+        return (*self.slots, *self.positions, *self.boundaries, *self.cu_rows)
 
     @cached_property
     def pieces(self) -> tuple[Rows, ...]:
@@ -182,11 +189,11 @@ class Rows:
 
         One copy per step serves all layers.
         """
-        packed = torch.tensor((*self.slots, *self.positions, *self.boundaries, *self.cu_rows), dtype=torch.int64)
+        packed = self.on_device
+        if packed is None:
+            packed = torch.tensor(self.packed, dtype=torch.int64).to(self.device, non_blocking=True)
         count = len(self.slots)
-        slots, positions, boundaries, cu_rows = packed.to(self.device, non_blocking=True).split(
-            [count] * 3 + [count + 1]
-        )
+        slots, positions, boundaries, cu_rows = packed.split([count] * 3 + [count + 1])
         return slots, positions, boundaries, cu_rows
 
 
