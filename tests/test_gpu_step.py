@@ -117,6 +117,20 @@ def test_norm_linear_residual_at_any_row_count(shape: str, format: str) -> None:
         assert torch.equal(out[0], first), f"row 0 has other bits among {rows} rows"
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_linear_of_normed_rows_is_norm_linear(format: str) -> None:
+    from nemotron_mamba2.ops import gpu
+
+    config = SHAPES["nano30b"]
+    linear = random_linear(format, config.in_proj_rows, config.hidden_size)
+    hidden = torch.randn(max(ROWS), config.hidden_size, device="cuda").bfloat16()
+    norm = torch.rand(config.hidden_size, device="cuda") + 0.5
+    normed = gpu.rms_norm(hidden, norm, eps=1e-5)
+    for rows in ROWS:
+        out = gpu.linear(normed[:rows], linear, "step")
+        assert torch.equal(out, gpu.norm_linear(hidden[:rows], norm, linear, eps=1e-5, role="step")), rows
+
+
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("limit", [None, (0.01, 0.5)])
