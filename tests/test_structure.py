@@ -32,6 +32,7 @@ ORDER = [
     "plan",
     "state",
     "layer",
+    "projection",
     "model",
     "graph",
     "sampling",

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from .checkpoint import load_layer, load_model
     from .config import Mamba2Config, ModelConfig, Policy
     from .errors import AdapterError, NemotronMamba2Error
-    from .formats import Fp8Block, Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight, dequantize
+    from .formats import Fp8Block, Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight, dequantize, gather
     from .generate import Completion, Model, TokenEvent
     from .layer import NemotronMamba2Layer
     from .plan import Capabilities, Plan, make_plan
+    from .projection import Projection, RoutedExperts
     from .sampling import SamplingParams
     from .state import Snapshot, StatePool
     from .weights import Mamba2Weights
@@ -41,6 +42,8 @@ _HOMES = {
     "Plain": "formats",
     "Plan": "plan",
     "Policy": "config",
+    "Projection": "projection",
+    "RoutedExperts": "projection",
     "SamplingParams": "sampling",
     "Snapshot": "state",
     "StatePool": "state",
@@ -48,6 +51,7 @@ _HOMES = {
     "TokenEvent": "generate",
     "Weight": "formats",
     "dequantize": "formats",
+    "gather": "formats",
     "load_layer": "checkpoint",
     "load_model": "checkpoint",
     "make_plan": "plan",
@@ -71,6 +75,8 @@ __all__ = [
     "Plain",
     "Plan",
     "Policy",
+    "Projection",
+    "RoutedExperts",
     "SamplingParams",
     "Snapshot",
     "StatePool",
@@ -78,6 +84,7 @@ __all__ = [
     "TokenEvent",
     "Weight",
     "dequantize",
+    "gather",
     "load_layer",
     "load_model",
     "make_plan",

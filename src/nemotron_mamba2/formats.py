@@ -194,3 +194,20 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
     values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=packed.device)
     codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     return values[codes.int()]
+
+
+def gather(weight: Weight, rows: Tensor) -> Weight:
+    """Some rows of a matrix (int64 [T], or any shape of indices flattened), as a weight [T, in] of its own."""
+    rows = rows.flatten()
+    picked = weight.weight.view(torch.uint8)[rows].view(weight.weight.dtype)  # indexing knows no e4m3
+    if isinstance(weight, Nvfp4):
+        return Nvfp4(picked, weight.scale.view(torch.uint8)[rows].view(weight.scale.dtype), weight.global_scale)
+    if isinstance(weight, Fp8Tensor):
+        return Fp8Tensor(picked, weight.scale)
+    if isinstance(weight, Fp8Channel):
+        return Fp8Channel(picked, weight.scale[rows])
+    if isinstance(weight, Fp8Block):
+        # Each row with the block scales of its own row block, spread over its columns.
+        spread = weight.scale[rows // BLOCK].repeat_interleave(BLOCK, -1)[:, : picked.shape[1]]
+        return Plain(picked.float() * spread)
+    return Plain(picked)

@@ -21,7 +21,7 @@ from .config import LETTERS, LayerConfig, Mamba2Config, ModelConfig, Policy
 from .errors import NoKernel
 from .formats import Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight, dequantize
 from .ops import Linear, Quantization, backend
-from .weights import LayerWeights, ModelWeights
+from .weights import LayerWeights, LooseWeights, ModelWeights
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Plan:
     def copy_bytes(self) -> int:
         return sum(linear.copy_bytes for linear in self.linears)
 
-    def prepare(self, weights: LayerWeights) -> dict[str, Linear]:
+    def prepare(self, weights: LayerWeights | LooseWeights) -> dict[str, Linear]:
         """The layer's projections, ready to run: copies are made here."""
         found = dict(weights.projections())
         return {plan.name: self._prepare(plan, found[plan.name]) for plan in self.linears}
@@ -129,6 +129,20 @@ def make_plan(
     if budget_bytes is None:
         budget_bytes = _budget(policy, torch.device(device)) - weights.nbytes
     return _plan(LETTERS[type(config)], weights.projections(), policy, torch.device(device), dtype, budget_bytes)
+
+
+def plan_loose(
+    weights: LooseWeights,
+    policy: Policy,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.bfloat16,
+    budget_bytes: int | None = None,
+) -> Plan:
+    """Decide how matrices outside of any layer run; arguments as for `make_plan`. Raises: NoKernel."""
+    if budget_bytes is None:
+        budget_bytes = _budget(policy, torch.device(device)) - weights.nbytes
+    return _plan("loose", weights.projections(), policy, torch.device(device), dtype, budget_bytes)
 
 
 def plan_model(

@@ -95,6 +95,14 @@ class MoeWeights(_Weights):
     fc2_latent_proj: Weight | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class LooseWeights(_Weights):
+    """Matrices outside of any layer of ours: one, or the two stacks of a layer's experts."""
+
+    up: Weight
+    down: Weight | None = None
+
+
 LayerWeights: TypeAlias = Mamba2Weights | AttentionWeights | MlpWeights | MoeWeights
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..batch import Batch, Step
 from ..config import AttentionConfig, LayerConfig, Mamba2Config, MlpConfig, ModelConfig, MoeConfig
 from ..errors import CheckpointError, ConfigError, ShapeError
-from ..formats import BLOCK, Fp8Block, Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight, dequantize
+from ..formats import Plain, Weight, dequantize, gather
 from ..layer import NemotronMamba2Layer
 from ..ops import backend
 from ..plan import Capabilities, HostStep, ModelPlan, Plan, combine
@@ -123,7 +123,7 @@ class NemotronH:
         values = weight.weight if isinstance(weight, Plain) else self._embeddings.copy
         if values is not None:
             return F.embedding(tokens, values).to(self.dtype)
-        return dequantize(_gather(weight, tokens), self.dtype)
+        return dequantize(gather(weight, tokens), self.dtype)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """RMSNorm with `norm_f` of any rows: [T, hidden]."""
@@ -212,24 +212,3 @@ def _build_layer(config: LayerConfig, weights: LayerWeights, plan: Plan, counts:
     if isinstance(config, MoeConfig) and isinstance(weights, MoeWeights):
         return MoeLayer(config, weights, plan)
     raise ConfigError(f"model: the config says {type(config).__name__}, the weights are {type(weights).__name__}")
-
-
-def _gather(weight: Weight, tokens: Tensor) -> Weight:
-    """Some rows of a quantised table, as a weight that dequantises row by row."""
-    rows = weight.weight.view(torch.uint8)[tokens].view(weight.weight.dtype)
-    if isinstance(weight, Nvfp4):
-        return Nvfp4(rows, weight.scale.view(torch.uint8)[tokens].view(weight.scale.dtype), weight.global_scale)
-    if isinstance(weight, Fp8Tensor):
-        return Fp8Tensor(rows, weight.scale)
-    if isinstance(weight, Fp8Channel):
-        return Fp8Channel(rows, weight.scale[tokens])
-    if isinstance(weight, Fp8Block):
-        # Each row with the block scales of its own row block: as many blocks of one row, laid out as channels of width.
-        return _one_row_blocks(rows, weight.scale[tokens // BLOCK])
-    return Plain(weight.weight[tokens])
-
-
-def _one_row_blocks(rows: Tensor, scale: Tensor) -> Weight:
-    """e4m3 [T, in] with a scale for each 128 columns of each row, fp32 [T, ⌈in/128⌉], as a plain weight."""
-    spread = scale.repeat_interleave(BLOCK, -1)[:, : rows.shape[1]]
-    return Plain(rows.float() * spread)
