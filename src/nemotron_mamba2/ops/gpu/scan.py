@@ -86,11 +86,12 @@ def _wgmma(name: str, columns: int, a: str, transpose_a: int, transpose_b: int) 
     operands = f"{{{registers}}},%{n + 4},p,1,1" if a == "registers" else f"%{n},%{n + 1},p,1,1,{transpose_a}"
     outputs = ",".join(f'"+f"(d[{i}])' for i in range(n))
     inputs = ",".join(f'"r"(a[{i}])' for i in range(4)) if a == "registers" else '"l"(a)'
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
+    kind = "const u32*" if a == "registers" else "unsigned long long"
     return (
-        f"DEVICE void {name}(float* d, {'const u32*' if a == 'registers' else 'unsigned long long'} a, "
-        "unsigned long long b) {\n"
-        f'  asm volatile("{{.reg .pred p; setp.eq.u32 p,0,0; wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 '
-        f'{{{sums}}},{operands},{transpose_b};}}" : {outputs} : {inputs},"l"(b));\n}}'
+        f"DEVICE void {name}(float* d, {kind} a, unsigned long long b) {{\n"
+        f'  asm volatile("{{.reg .pred p; setp.eq.u32 p,0,0; {instruction} {{{sums}}},{operands},{transpose_b};}}"\n'
+        f'    : {outputs} : {inputs},"l"(b));\n}}'
     )
 
 
