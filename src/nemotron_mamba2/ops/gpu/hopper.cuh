@@ -12,7 +12,8 @@ DEVICE void load_tile(u32 to, const Map& map, int column, int row, u32 barrier) 
 DEVICE void expect(u32 barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// A barrier counts arrivals. Waits name the round that must be over: round r has parity r mod 2.
+// A barrier counts arrivals. Waits name the round that must be over: round r has parity r mod 2. So nobody may wait for a
+// round before the one before it is over: the wait would return at once.
 DEVICE void set_barrier(u32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }

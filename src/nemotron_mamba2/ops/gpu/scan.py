@@ -20,6 +20,7 @@ from .. import LayerState
 from . import nvrtc
 from .nvrtc import argument, rows16
 from .step import STATE_CODES, state_key
+from .wgmma import wgmma
 
 CHUNK = 64
 
@@ -68,30 +69,14 @@ def scan(
 
 
 def products(columns: int) -> str:
-    """The wgmma calls of `scan_sm90.cu` for blocks of that many state rows, as CUDA text."""
+    """The wgmma calls of `scan_hopper.cu` for blocks of that many state rows, as CUDA text."""
     return "\n".join(
         (
-            _wgmma("wgmma_scores", 64, "descriptor", 0, 0),
-            _wgmma("wgmma_past", columns, "descriptor", 0, 1),
-            _wgmma("wgmma_values", columns, "registers", 0, 1),
-            _wgmma("wgmma_state", columns, "descriptor", 1, 1),
+            wgmma("wgmma_scores", 64, a="descriptor"),
+            wgmma("wgmma_past", columns, a="descriptor", transpose_b=1),
+            wgmma("wgmma_values", columns, transpose_b=1),
+            wgmma("wgmma_state", columns, a="descriptor", transpose_a=1, transpose_b=1),
         )
-    )
-
-
-def _wgmma(name: str, columns: int, a: str, transpose_a: int, transpose_b: int) -> str:
-    """d[64, columns] += a[64, 16] · b[16, columns]; fp32 += bf16 · bf16, columns / 2 sums per thread."""
-    n = columns // 2
-    sums, registers = ",".join(f"%{i}" for i in range(n)), ",".join(f"%{i}" for i in range(n, n + 4))
-    operands = f"{{{registers}}},%{n + 4},p,1,1" if a == "registers" else f"%{n},%{n + 1},p,1,1,{transpose_a}"
-    outputs = ",".join(f'"+f"(d[{i}])' for i in range(n))
-    inputs = ",".join(f'"r"(a[{i}])' for i in range(4)) if a == "registers" else '"l"(a)'
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
-    kind = "const u32*" if a == "registers" else "unsigned long long"
-    return (
-        f"DEVICE void {name}(float* d, {kind} a, unsigned long long b) {{\n"
-        f'  asm volatile("{{.reg .pred p; setp.eq.u32 p,0,0; {instruction} {{{sums}}},{operands},{transpose_b};}}"\n'
-        f'    : {outputs} : {inputs},"l"(b));\n}}'
     )
 
 
@@ -159,7 +144,7 @@ def source(how: Cut) -> str:
     head = nvrtc.source("common.cuh", "state.cuh")
     if not how.outputs:
         return head + "\n" + nvrtc.source("scan.cu")
-    return "\n".join((head, products(how.columns), nvrtc.source("scan_sm90.cu")))
+    return "\n".join((head, nvrtc.source("hopper.cuh"), products(how.columns), nvrtc.source("scan_hopper.cu")))
 
 
 @cache

@@ -14,6 +14,7 @@ from importlib import resources
 from typing import TypeAlias
 
 from . import nvrtc
+from .wgmma import wgmma
 
 FORMAT_CODES = {"bf16": 0, "fp8_tensor": 1, "fp8_channel": 2, "fp8_block": 3, "nvfp4": 4}
 SLOT_BYTES = {"bf16": 2048, "nvfp4": 640}  # of a warp's weights in linear_wide: 16 rows, 64 inputs; FP8: 1024
@@ -205,17 +206,4 @@ def source(tile: Tiles) -> tuple[str, str]:
     if isinstance(tile, Many):
         return nvrtc.source("common.cuh", "weights.cuh", "linear_many.cu"), "linear_many"
     head, body = nvrtc.source("common.cuh", "weights.cuh", "hopper.cuh"), nvrtc.source("linear_wide.cu")
-    return "\n".join((head, _wgmma(tile.NTOK), body)), "linear_wide"
-
-
-def _wgmma(tokens: int) -> str:
-    """d[64, tokens] (+)= a[64, 16] · b[16, tokens]; fp32 += bf16 · bf16, tokens / 2 sums per thread."""
-    n = tokens // 2
-    sums, registers = ",".join(f"%{i}" for i in range(n)), ",".join(f"%{i}" for i in range(n, n + 4))
-    outputs, inputs = ",".join(f'"+f"(d[{i}])' for i in range(n)), ",".join(f'"r"(a[{i}])' for i in range(4))
-    return (
-        "DEVICE void wgmma(float* d, const u32* a, unsigned long long b, int add) {\n"
-        f'  asm volatile("{{.reg .pred p; setp.ne.s32 p,%{n + 5},0; '
-        f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16 "
-        f'{{{sums}}},{{{registers}}},%{n + 4},p,1,1,0;}}" : {outputs} : {inputs},"l"(b),"r"(add));\n}}'
-    )
+    return "\n".join((head, wgmma("wgmma", tile.NTOK), body)), "linear_wide"

@@ -33,50 +33,8 @@ struct Shared {
   unsigned long long loaded[STAGES], full[STAGES], empty[STAGES], ready[OUTPUTS], free[OUTPUTS];
 };
 
-DEVICE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-// A tensor map of the driver: where a tile of the rows lies, how it is swizzled.
-struct __align__(64) Map {
-  u8 bytes[128];
-};
-DEVICE void load_tile(u32 to, const Map& map, int column, int row, unsigned long long& barrier) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0],[%1,{%2,%3}],[%4];"
-      ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(address(&barrier)) : "memory");
-}
-DEVICE void expect(unsigned long long& barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(address(&barrier)), "r"(bytes) : "memory");
-}
-// A barrier counts warps. Waits name the round that must be over: round r has parity r mod 2, so nobody may wait for a
-// round before the one before it is over: stages belong to one preparing warp, state buffers to one output group.
-DEVICE void set_barrier(unsigned long long& barrier, int warps) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" ::"r"(address(&barrier)), "r"(warps) : "memory");
-}
-DEVICE void signal(unsigned long long& barrier) {
-  __syncwarp();
-  if ((threadIdx.x & 31) == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(address(&barrier)) : "memory");
-}
-DEVICE void await(unsigned long long& barrier, int round) {
-  asm volatile("{.reg .pred p; AGAIN_%=: mbarrier.try_wait.parity.shared::cta.b64 p,[%0],%1; @!p bra AGAIN_%=;}"
-      ::"r"(address(&barrier)), "r"(round & 1) : "memory");
-}
+DEVICE u32 barrier(const unsigned long long& b) { return address(&b); }
 DEVICE void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Values a product reads or adds to must be whole before it begins, and none may be touched until it is finished: the
-// compiler moves plain arithmetic past asm statements unless they name the registers.
-template <int COUNT>
-DEVICE void settle(float* v) {
-#pragma unroll
-  for (int k = 0; k < COUNT; k++) asm volatile("" : "+f"(v[k])::"memory");
-}
-template <int COUNT>
-DEVICE void settle(u32* v) {
-#pragma unroll
-  for (int k = 0; k < COUNT; k++) asm volatile("" : "+r"(v[k])::"memory");
-}
-// One value for a warp: branches on it do not diverge, as wgmma needs.
-DEVICE int uniform(int v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
-DEVICE void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT>
-DEVICE void finish() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
 DEVICE float decay(float difference) { return __expf(fminf(difference, 0.f)); }
 
 // Matrix descriptors. rows8: bytes from 8 rows to the next 8; panel: bytes from one panel to the next.
@@ -117,18 +75,18 @@ DEVICE void prepare(Shared& shared, const Sequence& s, const Map& map, const Map
     float2 dt = make_float2(0.f, 0.f);  // zero for rows outside the sequence: they add nothing and decay nothing
     if (row >= s.boundary && row < s.end) dt.x = dt_rows[row * ld_dt];
     if (row + 1 >= s.boundary && row + 1 < s.end) dt.y = dt_rows[(row + 1) * ld_dt];
-    if (c >= STAGES) await(shared.empty[mine], c / STAGES - 1);
+    if (c >= STAGES) await(barrier(shared.empty[mine]), c / STAGES - 1);
     if (lane == 0) {
-      unsigned long long& barrier = shared.loaded[mine];
-      expect(barrier, 2 * Q * (2 * N + PT));
+      u32 loaded = barrier(shared.loaded[mine]);
+      expect(loaded, 2 * Q * (2 * N + PT));
       int at = place + (int)(from - s.boundary);
 #pragma unroll
       for (int k = 0; k < N; k += 64) {
-        load_tile(address(stage.B + Q * k), map, column_B + k, at, barrier);
-        load_tile(address(stage.C + Q * k), map, column_B + G * N + k, at, barrier);
+        load_tile(address(stage.B + Q * k), map, column_B + k, at, loaded);
+        load_tile(address(stage.C + Q * k), map, column_B + G * N + k, at, loaded);
       }
 #pragma unroll
-      for (int k = 0; k < PT; k += XW) load_tile(address(stage.x + Q * k), map_x, column_x + k, at, barrier);
+      for (int k = 0; k < PT; k += XW) load_tile(address(stage.x + Q * k), map_x, column_x + k, at, loaded);
     }
     float a = fmaxf(dt.x * A, -128.f), b = fmaxf(dt.y * A, -128.f), sum = a + b;
 #pragma unroll
@@ -153,7 +111,7 @@ DEVICE void prepare(Shared& shared, const Sequence& s, const Map& map, const Map
           make_float2(earlier ? decay(before - sums.x) * dt.x : 0.f, earlier ? decay(before - sums.y) * dt.y : 0.f);
     }
     __syncwarp();
-    await(shared.loaded[mine], c / STAGES);
+    await(barrier(shared.loaded[mine]), c / STAGES);
     if (from < s.boundary || from + Q > s.end) {  // rows of other sequences, or none: whatever they hold, they count as zeros
       for (int e = lane; e < Q * (N + PT) / 8; e += 32) {
         int q = e / ((N + PT) / 8), column = e % ((N + PT) / 8) * 8;
@@ -175,7 +133,7 @@ DEVICE void prepare(Shared& shared, const Sequence& s, const Map& map, const Map
       *(uint4*)((u8*)stage.weighted + at) = x;
     }
     show_writes();
-    signal(shared.full[mine]);
+    signal(barrier(shared.full[mine]));
   }
 }
 
@@ -188,7 +146,7 @@ DEVICE void run_state(Shared& shared, const Sequence& s, void* ssm, long long ba
 #pragma unroll
     for (int k = 0; k < PT / 2; k++) S[m][k] = load_one(ssm, base + element(m, k));
   for (int c = 0; c < s.chunks; c++) {
-    if (c >= OUTPUTS) await(shared.free[c % OUTPUTS], c / OUTPUTS - 1);
+    if (c >= OUTPUTS) await(barrier(shared.free[c % OUTPUTS]), c / OUTPUTS - 1);
 #pragma unroll
     for (int m = 0; m < NM; m++)
 #pragma unroll
@@ -199,9 +157,9 @@ DEVICE void run_state(Shared& shared, const Sequence& s, void* ssm, long long ba
                      "r"(narrow2(v[2], v[3])), "r"(narrow2(v[4], v[5])), "r"(narrow2(v[6], v[7])) : "memory");
       }
     show_writes();
-    signal(shared.ready[c % OUTPUTS]);
+    signal(barrier(shared.ready[c % OUTPUTS]));
 
-    await(shared.full[c % STAGES], c / STAGES);
+    await(barrier(shared.full[c % STAGES]), c / STAGES);
     const Stage& stage = shared.stage[c % STAGES];
     float carried = shared.decays[c % STAGES].total[0];
 #pragma unroll
@@ -214,11 +172,11 @@ DEVICE void run_state(Shared& shared, const Sequence& s, void* ssm, long long ba
 #pragma unroll
     for (int m = 0; m < NM; m++)
 #pragma unroll
-      for (int q = 0; q < Q; q += 16) wgmma_state(S[m], B + bytes(m * (Q * 128) + q * 128), weighted + bytes(q * XROW));
+      for (int q = 0; q < Q; q += 16) wgmma_state(S[m], B + bytes(m * (Q * 128) + q * 128), weighted + bytes(q * XROW), 1);
     commit();
     finish<0>();
     settle<NM * PT / 2>(&S[0][0]);
-    signal(shared.empty[c % STAGES]);
+    signal(barrier(shared.empty[c % STAGES]));
     if (ROUND || c + 1 == s.chunks) {  // what memory would hold at this place
       u32 drawn = mix(key ^ (u32)(c + 1 == s.chunks ? s.last : s.start + (long long)(c + 1) * Q));
 #pragma unroll
@@ -246,16 +204,16 @@ DEVICE void run_output(Shared& shared, const Sequence& s, int group, u16* y, lon
     for (int k = 0; k < 32; k++) scores[k] = 0.f;
 #pragma unroll
     for (int k = 0; k < PT / 2; k++) acc[k] = 0.f;
-    await(shared.full[c % STAGES], c / STAGES);
+    await(barrier(shared.full[c % STAGES]), c / STAGES);
     settle<32>(scores);
     settle<PT / 2>(acc);
     begin();
 #pragma unroll
-    for (int k = 0; k < KN; k++) wgmma_scores(scores, C + bytes(k / 4 * (Q * 128) + k % 4 * 32), B + bytes(k / 4 * (Q * 128) + k % 4 * 32));
+    for (int k = 0; k < KN; k++) wgmma_scores(scores, C + bytes(k / 4 * (Q * 128) + k % 4 * 32), B + bytes(k / 4 * (Q * 128) + k % 4 * 32), 1);
     commit();
-    await(shared.ready[c % OUTPUTS], c / OUTPUTS);
+    await(barrier(shared.ready[c % OUTPUTS]), c / OUTPUTS);
 #pragma unroll
-    for (int k = 0; k < KN; k++) wgmma_past(acc, C + bytes(k / 4 * (Q * 128) + k % 4 * 32), state + bytes(16 * k * XROW));
+    for (int k = 0; k < KN; k++) wgmma_past(acc, C + bytes(k / 4 * (Q * 128) + k % 4 * 32), state + bytes(16 * k * XROW), 1);
     commit();
     int row = 16 * warp + g;
     float before = warp ? decays.sums[16 * warp - 1] : 0.f, c_low = decays.sums[row], c_high = decays.sums[row + 8];
@@ -291,7 +249,7 @@ DEVICE void run_output(Shared& shared, const Sequence& s, int group, u16* y, lon
       }
     finish<0>();
     settle<PT / 2>(acc);
-    signal(shared.free[c % OUTPUTS]);
+    signal(barrier(shared.free[c % OUTPUTS]));
 #pragma unroll
     for (int j = 0; j < TILES; j++) {
       acc[4 * j] *= e_low; acc[4 * j + 1] *= e_low; acc[4 * j + 2] *= e_high; acc[4 * j + 3] *= e_high;
@@ -300,11 +258,11 @@ DEVICE void run_output(Shared& shared, const Sequence& s, int group, u16* y, lon
     settle<16>(&weights[0][0]);
     begin();
 #pragma unroll
-    for (int block = 0; block < 4; block++) wgmma_values(acc, weights[block], values + bytes(16 * block * XROW));
+    for (int block = 0; block < 4; block++) wgmma_values(acc, weights[block], values + bytes(16 * block * XROW), 1);
     commit();
     finish<0>();
     settle<PT / 2>(acc);
-    signal(shared.empty[c % STAGES]);
+    signal(barrier(shared.empty[c % STAGES]));
     long long from = s.start + (long long)c * Q + row;
 #pragma unroll
     for (int k = 0; k < 2; k++) {
@@ -339,9 +297,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void scan(
   s.start = s.boundary / Q * Q;
   s.chunks = uniform((int)((s.end - s.start + Q - 1) / Q));
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) { set_barrier(shared.loaded[i], 1); set_barrier(shared.full[i], 1); set_barrier(shared.empty[i], 8); }
-    for (int i = 0; i < OUTPUTS; i++) { set_barrier(shared.ready[i], 4); set_barrier(shared.free[i], 4); }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int i = 0; i < STAGES; i++) { set_barrier(barrier(shared.loaded[i]), 1); set_barrier(barrier(shared.full[i]), 1); set_barrier(barrier(shared.empty[i]), 8); }
+    for (int i = 0; i < OUTPUTS; i++) { set_barrier(barrier(shared.ready[i]), 4); set_barrier(barrier(shared.free[i]), 4); }
+    show_barriers();
   }
   __syncthreads();
   int role = uniform(threadIdx.x >> 7);
