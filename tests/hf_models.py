@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import warnings
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 WORDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe", "L": "moe"}
 VOCAB = 200
-CACHE = "cache" if int(transformers.__version__.split(".")[1]) >= 20 else "past_key_values"
+_FORWARD = inspect.signature(transformers.NemotronHForCausalLM.forward).parameters
+CACHE = "cache" if "cache" in _FORWARD else "past_key_values"  # renamed on the way from 5.16 to 5.24
 
 
 def quiet() -> None:

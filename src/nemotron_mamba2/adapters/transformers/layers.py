@@ -19,6 +19,7 @@ from ... import (
     Weight,
     make_plan,
 )
+from .modules import QuantisedLinear
 
 
 def layer_over(
@@ -53,7 +54,8 @@ def layer_over(
         for weight, shape in zip(projections, shapes, strict=True)
     )
     weights = Mamba2Weights(in_proj=in_proj, out_proj=out_proj, **vectors)
-    budget = copy_budget(policy, hidden.device)
+    # As for the other modules: no copies of quantised weights on a CPU, repacked ones on a GPU.
+    budget = policy.memory_bytes or 0 if hidden.device.type == "cpu" else in_proj.nbytes + out_proj.nbytes
     plan = make_plan(config, weights, policy, device=hidden.device, dtype=hidden.dtype, budget_bytes=budget)
     return NemotronMamba2Layer(config, weights, plan)
 
@@ -104,13 +106,9 @@ def weight_of(module: Any) -> Weight | None:
         return None
     if type(module) is nn.Linear and module.bias is None:
         return Plain(module.weight.detach())
+    if type(module) is QuantisedLinear:
+        return module.weights()[0]
     return None
-
-
-def copy_budget(policy: Policy, device: torch.device) -> int | None:
-    """Bytes that copies of quantised weights may take: none on a CPU, where kernels read the weights as they are,
-    unless the policy gives memory; what is free on a GPU, which must repack NVFP4."""
-    return policy.memory_bytes or 0 if device.type == "cpu" else None
 
 
 def plain(module: Any) -> bool:

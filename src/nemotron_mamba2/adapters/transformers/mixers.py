@@ -20,7 +20,9 @@ from transformers.models.nemotron_h import modeling_nemotron_h as original
 
 from ... import AdapterError, NemotronMamba2Error, NemotronMamba2Layer, Plain, Policy, StatePool, Weight
 from .cache import MambaState, StateSettings, empty_places, state_of
+from .gradients import without_gradient
 from .layers import hooked, identity, layer_over, plain, recur, settings_of, weight_of
+from .modules import Quantised
 from .rows import Forward, plan_forward
 
 _RECORD = "_nemotron_mamba2"
@@ -93,6 +95,8 @@ def accelerate(model: nn.Module, policy: Policy | None = None, *, draft_rows: in
     for module in model.modules():
         if isinstance(module, original.NemotronHPreTrainedModel):
             module._is_stateful = False
+        elif isinstance(module, Quantised):
+            module.use(policy)
     return model
 
 
@@ -162,7 +166,7 @@ class AcceleratedBlock:
         with torch.no_grad():
             layer = self._layer(hidden_states, whole=True)
             out = self._run(layer, hidden_states, cache, mask=mask)
-        return self._guard(hidden_states, out)
+        return without_gradient(out, hidden_states, self.mixer)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mix(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -176,7 +180,7 @@ class AcceleratedBlock:
         with torch.no_grad():
             layer = self._layer(hidden_states, whole=False)
             out = self._run_modules(layer, hidden_states, cache, mask=mask)
-        return self._guard(hidden_states, out)
+        return without_gradient(out, hidden_states, self.mixer)
 
     def _run(self, layer: NemotronMamba2Layer, hidden: Tensor, cache: Cache | None, *, mask: Tensor | None) -> Tensor:
         state, pool, forward = self._begin(hidden, cache, mask)
@@ -228,13 +232,6 @@ class AcceleratedBlock:
         forward = self.shared.plan(hidden, mask, state=state, first=self.first)
         return state, state.open(len(hidden), hidden.device, hidden.dtype), forward
 
-    def _guard(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """out, so that a backward pass through it raises instead of giving wrong gradients."""
-        if not torch.is_grad_enabled():
-            return out
-        anchor = next((p for p in (hidden, *self.mixer.parameters()) if p.requires_grad), None)
-        return out if anchor is None else _NoGradient.apply(out, anchor)
-
     # -- our layer ----------------------------------------------------------------------------------------------------
 
     def _whole(self, hidden: Tensor) -> bool:
@@ -268,20 +265,6 @@ class AcceleratedBlock:
                     layer_over(self.block, hidden, projections, config=self.settings.config, policy=self.shared.policy),
                 )
         return made[1]
-
-
-class _NoGradient(torch.autograd.Function):
-    """Passes its first argument on; the second one ties it to the graph."""
-
-    @staticmethod
-    def forward(context: Any, out: Tensor, anchor: Tensor) -> Tensor:
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        raise AdapterError(
-            "an accelerated Mamba-2 layer has no gradient in eval mode; call model.train(), or restore(model)"
-        )
 
 
 def _read(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
