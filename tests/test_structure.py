@@ -42,6 +42,7 @@ ORDER = [
     "engine",
     "server",
     "adapters",
+    "bench",
     "cli",
     "__init__",
     "__main__",

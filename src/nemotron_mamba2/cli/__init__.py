@@ -1,4 +1,4 @@
-"""The command line: `generate`, `inspect`, `explain`, `quantize`.
+"""The command line: `generate`, `inspect`, `explain`, `quantize`, `bench`.
 
 Text goes to stdout as it comes; progress and figures go to stderr, and progress only to a terminal. Whatever the user
 got wrong is one line on stderr and exit code 2; Ctrl-C is 130; a reader that closes the pipe is no error. torch and
@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from ..errors import NemotronMamba2Error
-from . import generate, inspect, quantize
+from . import bench, generate, inspect, quantize
 from .shared import DEMO_MODEL, memory_bytes, size
 
 __all__ = ["DEMO_MODEL", "commands", "main", "memory_bytes", "size"]
@@ -37,7 +37,7 @@ def commands(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (generate.command, inspect.inspect_command, inspect.explain_command, quantize.command):
+for _command in (generate.command, inspect.inspect_command, inspect.explain_command, quantize.command, bench.command):
     commands.add_command(_command)
 
 

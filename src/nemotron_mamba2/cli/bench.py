@@ -1,0 +1,140 @@
+"""`bench`: measure what the package runs on the GPU at hand, each figure with the check of its kernels beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from ..bench.records import Record, Run
+
+SHAPES = ("nano30b", "super120b", "nano4b", "9b-v2", "ultra550b")
+FORMATS = ("bf16", "fp8_tensor", "fp8_channel", "fp8_block", "nvfp4")
+STATE_DTYPES = ("float32", "bfloat16", "float16")
+MOST_ROWS, MOST_VERIFY = 4096, 8
+
+
+def listed(choices: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
+    """Option callback: a comma-separated list of these words."""
+
+    def read(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+        words = tuple(dict.fromkeys(word.strip() for word in value.split(",")))
+        for word in words:
+            if word not in choices:
+                raise click.BadParameter(f"{word!r} is none of {', '.join(choices)}")
+        return words
+
+    return read
+
+
+def counts(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    """Option callback: a comma-separated list of counts from 1."""
+    words = [word.strip() for word in value.split(",")]
+    if not all(word.isascii() and word.isdigit() and 1 <= int(word) <= MOST_ROWS for word in words):
+        raise click.BadParameter(f"{value!r} is no list of counts from 1 to {MOST_ROWS}; write it like 1,4,16")
+    return tuple(dict.fromkeys(int(word) for word in words))
+
+
+@click.group("bench")
+def command() -> None:
+    """Measure what the package runs on the GPU at hand."""
+
+
+@command.command("layer")
+@click.option(
+    "--shape", "shapes", callback=listed(SHAPES), default="nano30b", show_default=True, help=f"Of {', '.join(SHAPES)}."
+)
+@click.option(
+    "--format", "formats", callback=listed(FORMATS), default="bf16,fp8_tensor,nvfp4", show_default=True,
+    help=f"Of {', '.join(FORMATS)}.",
+)  # fmt: skip
+@click.option("--rows", callback=counts, default="1,4,16,64,256", show_default=True, help="Sequences of a step.")
+@click.option(
+    "--verify", type=click.IntRange(1, MOST_VERIFY), default=1, metavar="K", help="Rows of each sequence.  [default: 1]"
+)
+@click.option("--state-dtype", type=click.Choice(STATE_DTYPES), default="float32", show_default=True)
+@click.option("--peers", is_flag=True, help="Time the same layer on torch, mamba_ssm and humming-kernels too.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the records there.")
+@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw a roofline there.")
+@click.option("--commit", help="What to record as the source's commit.  [default: what git says]")
+def layer_command(
+    shapes: tuple[str, ...],
+    formats: tuple[str, ...],
+    *,
+    rows: tuple[int, ...],
+    verify: int,
+    state_dtype: str,
+    peers: bool,
+    json_file: Path | None,
+    plot_file: Path | None,
+    commit: str | None,
+) -> None:
+    """One Mamba-2 layer in steps of decode (or verify): microseconds, GB/s, share of the memory ceiling.
+
+    Lists are separated by commas. A time is the median of a CUDA graph over 23 layers with random weights of their own.
+    A kernel that disagrees with the reference gets no figure, and the exit code is 1.
+    """
+    run = _begin(json_file, plot_file, commit)
+    from ..bench.layer import Case, Refused, measure
+    from ..bench.peers import PEERS
+
+    cases = [Case(s, f, n, rows=verify, state_dtype=state_dtype) for s in shapes for f in formats for n in rows]
+    records: list[Record] = []
+    refused = 0
+    for found in measure(cases, run, peers=PEERS if peers else (), say=lambda line: click.echo(line, err=True)):
+        if isinstance(found, Refused):
+            refused += 1
+            click.echo(f"{found.case.words}: wrong, off the reference by {found.error:.3g}: no figure", err=True)
+            continue
+        records.append(found)
+        click.echo(line_of(found))
+    _write(records, run, json_file, plot_file)
+    if refused:
+        raise click.exceptions.Exit(1)
+
+
+def line_of(record: Record) -> str:
+    """One record for people."""
+    rows, verify = record["rows"], record.get("verify", 1)
+    peers = "".join(f"  {name} {us:.1f}" for name, us in record["peers"].items())
+    return (
+        f"{record['shape']:10}{record['format']:12}{record['state_dtype']:9}{rows // verify:4} × {verify}"
+        f"{record['us_per_layer']:9.1f} µs{record['gbytes_per_s']:7.0f} GB/s{100 * record['hbm_share']:5.0f} %{peers}"
+    )
+
+
+def _begin(json_file: Path | None, plot_file: Path | None, commit: str | None) -> Run:
+    """The run, after all that can be refused was. Raises: click.UsageError, ConfigError."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise click.UsageError("torch finds no CUDA device here, and bench measures GPU kernels")
+    from ..bench.plot import figure_class
+    from ..bench.records import describe_run
+    from ..bench.timing import ceilings
+
+    if plot_file is not None:
+        figure_class()
+    for file in (json_file, plot_file):
+        if file is not None and not file.parent.is_dir():
+            raise click.UsageError(f"{file.parent} is no directory")
+    run = describe_run(ceilings(), commit)
+    top = run.ceilings
+    click.echo(
+        f"{run.device}, torch {run.torch}: copy {top.copy_tb_s:.2f} TB/s, read {top.read_tb_s:.2f} TB/s, "
+        f"bf16 {top.bf16_tflop_s:.0f} TFLOP/s"
+    )
+    return run
+
+
+def _write(records: Sequence[dict[str, Any]], run: Run, json_file: Path | None, plot_file: Path | None) -> None:
+    if json_file is not None:
+        json_file.write_text(json.dumps(list(records), indent=1) + "\n", encoding="utf-8")
+    if plot_file is not None:
+        from ..bench.plot import roofline
+
+        roofline(records, run.ceilings, plot_file)
