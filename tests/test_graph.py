@@ -5,7 +5,9 @@ On a CPU a `StepGraph` captures nothing and runs the same padded step eagerly; r
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import nemotron_mamba2.graph as graph_module
 from nemotron_mamba2.batch import Batch, Rows
 from nemotron_mamba2.config import Policy
 from nemotron_mamba2.errors import ConfigError, NemotronMamba2Error, ShapeError, StateError
@@ -20,7 +23,7 @@ from nemotron_mamba2.graph import StepGraph, buckets, pad
 from nemotron_mamba2.layer import NemotronMamba2Layer
 from nemotron_mamba2.plan import Capabilities, HostStep, make_plan
 from nemotron_mamba2.state import StatePool
-from oracle import Rig, few, rig, same_bits
+from oracle import Rig, few, pool_bytes, rig, same_bits, unchanged
 
 CPU = torch.device("cpu")
 
@@ -114,6 +117,77 @@ def test_padded_verify_steps_of_any_row_counts_have_the_bits_of_the_layer(turns:
         assert same_bits(outs[0], outs[1])
         for pool in pools:
             pool.commit(mine, [min(rows, accepted) for rows, accepted in pairs])
+
+
+class CursorOps:
+    """The reference, except that a step's cursors come from device memory, as kernels read them."""
+
+    def __init__(self, ops) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str):
+        return getattr(self._ops, name)
+
+    def step(self, xbc, dt, state, rows: Rows, **how):
+        slots, positions, boundaries, cu_rows = (tuple(cursor.tolist()) for cursor in rows.cursors)
+        counts = tuple(b - a for a, b in pairwise(cu_rows))
+        assert len(slots) == len(rows.slots) and sum(counts) == rows.total_rows == len(xbc)
+        return self._ops.step(xbc, dt, state, Rows(slots, counts, positions, boundaries, 0, CPU), **how)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Captures that record a function and replays that run it again into the same result. Returns: what happened."""
+    events: list[str] = []
+
+    def capture(work, *, memory=None):
+        work()
+        result = work()
+        events.append("capture")
+
+        def replay() -> None:
+            events.append("replay")
+            result.copy_(work())
+
+        return replay, result
+
+    monkeypatch.setattr(graph_module, "captures", lambda device: True)
+    monkeypatch.setattr(graph_module, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return events
+
+
+def test_replays_find_everything_that_changes_in_device_memory(recorded: list[str]) -> None:
+    r = exact()
+    layer = NemotronMamba2Layer(r.config, r.weights, r.layer.plan)
+    layer._ops = CursorOps(layer._ops)
+    pools = nan_pool(r), nan_pool(r)
+    slots, parked = pools[0].acquire(4), pools[1].acquire(4)
+    before = pool_bytes(pools[1])
+    graph = StepGraph(layer, pools[1], sequences=3, rows=2)
+    assert recorded == ["capture"] * 3 and unchanged(pools[1], before) and slots == parked
+    draw = random.Random(3)
+    for turn in range(60):
+        mine = draw.sample(slots, 1 + turn % 3)
+        counts = [draw.randint(0, 2) for _ in mine]
+        hidden, batch = r.hidden(sum(counts), turn), Batch.verify(mine, counts)
+        eager = r.layer(hidden, batch, pools[0])
+        assert same_bits(graph(hidden, batch), eager), turn
+        for pool in pools:
+            pool.commit(mine, [min(count, 1 + turn % 2) for count in counts])
+    assert "replay" in recorded and recorded.count("capture") == 3
+    assert all(same_bits(a, b) for a, b in zip(pool_bytes(pools[0]), pool_bytes(pools[1]), strict=True))
+
+
+def test_results_are_views_that_the_next_replay_overwrites(recorded: list[str]) -> None:
+    r = exact()
+    layer = NemotronMamba2Layer(r.config, r.weights, r.layer.plan)
+    layer._ops = CursorOps(layer._ops)
+    pool = r.pool(2)
+    graph, slots = StepGraph(layer, pool, sequences=2), pool.acquire(2)
+    first = graph(r.hidden(2, 1), Batch.decode(slots))
+    second = graph(r.hidden(2, 2), Batch.decode(slots))
+    assert first.data_ptr() == second.data_ptr()
 
 
 def test_pads_touch_no_slot_that_is_not_in_the_batch() -> None:

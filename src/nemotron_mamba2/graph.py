@@ -56,7 +56,7 @@ class StepGraph:
         self._hooks = [layer.host_step for layer in self.layers if layer.host_step is not None]
         config, dtype = self.layers[0].config, self.layers[0].plan.dtype
         inputs = torch.zeros(sequences * rows, config.hidden_size, dtype=dtype, device=pool.device)
-        memory = torch.cuda.graph_pool_handle() if pool.device.type == "cuda" else None
+        memory = torch.cuda.graph_pool_handle() if captures(pool.device) else None
         self._captured = {
             count: CapturedStep(
                 self._run, pool, sequences=count, rows=rows, inputs=inputs[: count * rows], memory=memory
@@ -151,7 +151,7 @@ class CapturedStep:
         self._sequences = sequences + (rows > 1)
         self._run, self._pool, self._inputs = run, pool, inputs
         self._replay: Callable[[], None] | None = None
-        if pool.device.type != "cuda":
+        if not captures(pool.device):
             return
         idle = self._pad(Rows((), (), (), (), 0, pool.device))
         self._packed = torch.tensor(idle.packed, dtype=torch.int64, device=pool.device)
@@ -173,6 +173,11 @@ class CapturedStep:
 
     def _pad(self, rows: Rows) -> Rows:
         return pad(rows, sequences=self._sequences, total_rows=len(self._inputs), pad_slot=self._pool.pad_slot)
+
+
+def captures(device: torch.device) -> bool:
+    """Whether steps on this device are captured; elsewhere they run eagerly."""
+    return device.type == "cuda"
 
 
 def buckets(sequences: int) -> tuple[int, ...]:

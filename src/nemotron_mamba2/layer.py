@@ -68,7 +68,8 @@ class NemotronMamba2Layer:
             )
         out = torch.empty_like(hidden)
         for step, index in pool.steps(batch):
-            out[index] = self._run(hidden[index], step, pool)
+            mine = index if isinstance(index, slice) else _on_device(index, hidden.device)
+            out[mine] = self._run(hidden[mine], step, pool)
         return out
 
     def project_in(self, hidden: Tensor, role: Role, *, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,6 +160,11 @@ class NemotronMamba2Layer:
             xbc, dt = self.convolve(xbc, dt, piece, pool)
             self.project_out(self.scan(xbc, dt, piece, pool), z, hidden[here], role, out=out[here])
         return out
+
+
+def _on_device(rows: list[int], device: torch.device) -> Tensor:
+    """Row indices, int64 [·]; a list used as an index would be copied by a call that waits for the device."""
+    return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def _check_shapes(config: Mamba2Config, weights: Mamba2Weights) -> None:
