@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +33,13 @@ TOLERANCE = 5e-3  # of a row of one kernel; one rounding to bf16 is 1.7e-3
 PEER_TOLERANCE = 3e-2  # of a row of the whole layer; peers round norm weights and more values to bf16
 
 
+class Described(Protocol):
+    """What is measured, in words."""
+
+    @property
+    def words(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Case:
     """What is measured: so many sequences, each with `rows` new rows."""
@@ -51,7 +59,7 @@ class Case:
 class Refused:
     """A case without a figure: its kernels were wrong."""
 
-    case: Case
+    case: Described
     error: float
 
 

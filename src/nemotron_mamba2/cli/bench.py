@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 SHAPES = ("nano30b", "super120b", "nano4b", "9b-v2", "ultra550b")
 FORMATS = ("bf16", "fp8_tensor", "fp8_channel", "fp8_block", "nvfp4")
 STATE_DTYPES = ("float32", "bfloat16", "float16")
-MOST_ROWS, MOST_VERIFY = 4096, 8
+PROMPTS = ("checkpoint", "exact", "fp8")
+MOST_ROWS, MOST_VERIFY, MOST_TOKENS = 4096, 8, 1 << 20
 
 
 def listed(choices: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
@@ -31,12 +32,16 @@ def listed(choices: Sequence[str]) -> Callable[[click.Context, click.Parameter, 
     return read
 
 
-def counts(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    """Option callback: a comma-separated list of counts from 1."""
-    words = [word.strip() for word in value.split(",")]
-    if not all(word.isascii() and word.isdigit() and 1 <= int(word) <= MOST_ROWS for word in words):
-        raise click.BadParameter(f"{value!r} is no list of counts from 1 to {MOST_ROWS}; write it like 1,4,16")
-    return tuple(dict.fromkeys(int(word) for word in words))
+def counts(most: int) -> Callable[[click.Context, click.Parameter, str | None], tuple[int, ...]]:
+    """Option callback: a comma-separated list of counts from 1 to `most`; nothing is an empty one."""
+
+    def read(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+        words = [] if value is None else [word.strip() for word in value.split(",")]
+        if not all(word.isascii() and word.isdigit() and 1 <= int(word) <= most for word in words):
+            raise click.BadParameter(f"{value!r} is no list of counts from 1 to {most}; write it like 1,4,16")
+        return tuple(dict.fromkeys(int(word) for word in words))
+
+    return read
 
 
 @click.group("bench")
@@ -52,10 +57,19 @@ def command() -> None:
     "--format", "formats", callback=listed(FORMATS), default="bf16,fp8_tensor,nvfp4", show_default=True,
     help=f"Of {', '.join(FORMATS)}.",
 )  # fmt: skip
-@click.option("--rows", callback=counts, default="1,4,16,64,256", show_default=True, help="Sequences of a step.")
+@click.option(
+    "--rows", callback=counts(MOST_ROWS), default="1,4,16,64,256", show_default=True, help="Sequences of a step."
+)
 @click.option(
     "--verify", type=click.IntRange(1, MOST_VERIFY), default=1, metavar="K", help="Rows of each sequence.  [default: 1]"
 )
+@click.option(
+    "--prefill", callback=counts(MOST_TOKENS), metavar="T[,T…]", help="Prompts of so many tokens instead of steps."
+)
+@click.option(
+    "--sequences", type=click.IntRange(1, MOST_ROWS), default=1, metavar="S", help="Prompts at once.  [default: 1]"
+)
+@click.option("--prompt", type=click.Choice(PROMPTS), default="checkpoint", show_default=True, help="As in Policy.")
 @click.option("--state-dtype", type=click.Choice(STATE_DTYPES), default="float32", show_default=True)
 @click.option("--peers", is_flag=True, help="Time the same layer on torch, mamba_ssm and humming-kernels too.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the records there.")
@@ -67,28 +81,45 @@ def layer_command(
     *,
     rows: tuple[int, ...],
     verify: int,
+    prefill: tuple[int, ...],
+    sequences: int,
+    prompt: str,
     state_dtype: str,
     peers: bool,
     json_file: Path | None,
     plot_file: Path | None,
     commit: str | None,
 ) -> None:
-    """One Mamba-2 layer in steps of decode (or verify): microseconds, GB/s, share of the memory ceiling.
+    """One Mamba-2 layer: microseconds, GB/s, share of the memory ceiling.
 
-    Lists are separated by commas. A time is the median of a CUDA graph over 23 layers with random weights of their own.
-    A kernel that disagrees with the reference gets no figure, and the exit code is 1.
+    Steps of decode (or verify), or with --prefill prompts: conv, scan, gated norm, the three in a row, and the layer.
+    Lists are separated by commas. A time is the median of a CUDA graph over 23 layers with random weights of their own
+    (prompts: one layer, or one piece of it, four times). A kernel that disagrees with the reference gets no figure, and
+    the exit code is 1.
     """
     run = _begin(json_file, plot_file, commit)
-    from ..bench.layer import Case, Refused, measure
+    from ..bench import layer
+    from ..bench import prompt as prompts
     from ..bench.peers import PEERS
 
-    cases = [Case(s, f, n, rows=verify, state_dtype=state_dtype) for s in shapes for f in formats for n in rows]
+    def say(line: str) -> None:
+        click.echo(line, err=True)
+
+    if prefill:
+        sizes = [(shape, format, tokens) for shape in shapes for format in formats for tokens in prefill]
+        cases = [prompts.PromptCase(*size, sequences=sequences, prompt=prompt) for size in sizes]
+        results = prompts.measure(cases, run, peers=peers, say=say)
+    else:
+        steps = [
+            layer.Case(s, f, n, rows=verify, state_dtype=state_dtype) for s in shapes for f in formats for n in rows
+        ]
+        results = layer.measure(steps, run, peers=PEERS if peers else (), say=say)
     records: list[Record] = []
     refused = 0
-    for found in measure(cases, run, peers=PEERS if peers else (), say=lambda line: click.echo(line, err=True)):
-        if isinstance(found, Refused):
+    for found in results:
+        if isinstance(found, layer.Refused):
             refused += 1
-            click.echo(f"{found.case.words}: wrong, off the reference by {found.error:.3g}: no figure", err=True)
+            say(f"{found.case.words}: wrong, off the reference by {found.error:.3g}: no figure")
             continue
         records.append(found)
         click.echo(line_of(found))
@@ -99,10 +130,14 @@ def layer_command(
 
 def line_of(record: Record) -> str:
     """One record for people."""
-    rows, verify = record["rows"], record.get("verify", 1)
+    if record["prefill_tokens"]:
+        what = f"{record['prefill_tokens']:6} × {record['sequences']} {record['piece']:15}"
+    else:
+        verify = record.get("verify", 1)
+        what = f"{record['state_dtype']:9}{record['rows'] // verify:4} × {verify}"
     peers = "".join(f"  {name} {us:.1f}" for name, us in record["peers"].items())
     return (
-        f"{record['shape']:10}{record['format']:12}{record['state_dtype']:9}{rows // verify:4} × {verify}"
+        f"{record['shape']:10}{record['format']:12}{what}"
         f"{record['us_per_layer']:9.1f} µs{record['gbytes_per_s']:7.0f} GB/s{100 * record['hbm_share']:5.0f} %{peers}"
     )
 
