@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .errors import AdapterError, NemotronMamba2Error
     from .formats import Fp8Block, Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight, dequantize, gather
     from .generate import Completion, Model, TokenEvent
+    from .graph import StepGraph
     from .layer import NemotronMamba2Layer
     from .plan import Capabilities, Plan, make_plan
     from .projection import Projection, RoutedExperts
@@ -48,6 +49,7 @@ _HOMES = {
     "Snapshot": "state",
     "StatePool": "state",
     "Step": "batch",
+    "StepGraph": "graph",
     "TokenEvent": "generate",
     "Weight": "formats",
     "dequantize": "formats",
@@ -81,6 +83,7 @@ __all__ = [
     "Snapshot",
     "StatePool",
     "Step",
+    "StepGraph",
     "TokenEvent",
     "Weight",
     "dequantize",
