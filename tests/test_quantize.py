@@ -147,12 +147,13 @@ def assert_one_line(result, pattern):
 LIMITS = {"fp8_tensor": 0.03, "fp8_block": 0.03, "fp8_channel": 0.03, "nvfp4": 0.1}
 CASES = [(layout, preset) for layout in ("nano_4b_bf16", "nano_30b_bf16", "demo") for preset in PRESETS]
 CASES += [(layout, "mixed") for layout in ("h_8b_bf16", "ultra_bf16", "puzzle_bf16", "resaved_bf16")]
+CASES = [(*case, None) for case in CASES] + [("demo", "nvfp4", search) for search in ("absmax", "sweep")]
 
 
-@pytest.mark.parametrize(("layout", "preset"), CASES)
-def test_loader_and_decoding_by_hand_agree_bit_for_bit(sources, tmp_path, layout, preset):
+@pytest.mark.parametrize(("layout", "preset", "search"), CASES)
+def test_loader_and_decoding_by_hand_agree_bit_for_bit(sources, tmp_path, layout, preset, search):
     source, target = sources(layout), tmp_path / "out"
-    report = quantize_checkpoint(source, target, preset)
+    report = quantize_checkpoint(source, target, preset, search=search)
     by_hand, plain = decoded(target)
     by_loader, before = loaded(target), loaded(source)
     assert by_hand.keys() == {tensor.name for tensor in report.tensors}
@@ -251,7 +252,7 @@ def test_pieces_give_the_bytes_of_the_whole(sources, tmp_path, monkeypatch, pres
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("search", ["absmax", "mse"])
+@pytest.mark.parametrize("search", ["absmax", "mse", "sweep"])
 def test_a_gpu_writes_the_same_bytes(sources, tmp_path, preset, search):
     search = search if preset in ("nvfp4", "mixed") else None
     for device in ("cpu", "cuda"):
@@ -433,10 +434,28 @@ def test_the_search_picks_the_better_of_both_in_every_block():
     assert found.sum() < 0.95 * absmax
 
 
+def test_the_sweep_finds_the_best_of_all_scales():
+    values = torch.randn(32, 128) * torch.exp(torch.randn(32, 1))
+    values[0, :16] *= 1e-6  # a block at the smallest scales
+    weight = quantize(values, "nvfp4", search="sweep")
+    assert weight.global_scale == quantize(values, "nvfp4").global_scale
+    found = (dequantize(weight) - values).double().square().unflatten(1, (-1, 16)).sum(-1)
+    blocks = values.unflatten(1, (-1, 16)).double()
+    grid = torch.cat((-E2M1.flip(0), E2M1)).double()
+    best = torch.full_like(found, torch.inf)
+    for code in range(1, 127):
+        scale = (
+            torch.tensor([code], dtype=torch.uint8).view(torch.float8_e4m3fn).double() * weight.global_scale.double()
+        )
+        best = torch.minimum(best, (blocks[..., None] - grid * scale).abs().amin(-1).square().sum(-1))
+    assert torch.allclose(found, best, rtol=1e-4)
+    assert found.sum() < (dequantize(quantize(values, "nvfp4", search="mse")) - values).square().sum()
+
+
 def test_rows_with_the_largest_of_the_whole_are_rows_of_the_whole():
     values = torch.randn(384, 64).bfloat16()
     largest = values.float().abs().amax()
-    for search in ("absmax", "mse"):
+    for search in ("absmax", "mse", "sweep"):
         whole = quantize(values, "nvfp4", search=search)
         part = quantize(values[128:256], "nvfp4", search=search, largest=largest)
         assert torch.equal(part.weight, whole.weight[128:256])
@@ -448,12 +467,12 @@ def test_zeros_and_the_smallest_numbers_survive():
     for values in (torch.zeros(16, 32), tiny, -tiny):
         for format in ("fp8_tensor", "fp8_channel", "fp8_block", "nvfp4"):
             assert torch.isfinite(dequantize(quantize(values, format))).all()
-    for search in ("absmax", "mse"):
+    for search in ("absmax", "mse", "sweep"):
         assert not dequantize(quantize(torch.zeros(16, 32), "nvfp4", search=search)).any()
 
 
 def test_wrong_words_are_refused():
-    with pytest.raises(FormatError, match="search absmax or mse"):
+    with pytest.raises(FormatError, match="search absmax, mse or sweep"):
         quantize(torch.ones(16, 16), "nvfp4", search="best")
     with pytest.raises(FormatError, match="blocks of 16"):
         quantize(torch.ones(16, 24), "nvfp4")
@@ -627,6 +646,7 @@ def test_what_was_written_is_refused_as_a_source(sources, tmp_path):
         (["SRC", "DST", "--format", "int4"], "int4"),
         (["SRC", "DST", "--format", "fp8", "--search", "best"], "best"),
         (["SRC", "DST", "--format", "fp8", "--search", "mse"], "search mse"),
+        (["SRC", "DST", "--format", "fp8", "--search", "sweep"], "search sweep"),
         (["SRC", "DST", "--format", "fp8", "--recipe", "nowhere.json"], "nowhere.json"),
         (["SRC", "DST", "--format", "fp8", "--calibrate", "nowhere.txt"], "nowhere.txt"),
         (["SRC", "DST", "--format", "fp8", "--calibrate", "LATIN"], "UTF-8"),

@@ -26,7 +26,9 @@ WORST = 10
     "--format", "preset", type=click.Choice(FORMATS), required=True, help="What Mamba, MLP and experts become."
 )
 @click.option("--recipe", metavar="FILE", help="JSON object of name patterns to formats, which overrules --format.")
-@click.option("--search", type=click.Choice(["absmax", "mse"]), help="How NVFP4 finds block scales.  [default: mse]")
+@click.option(
+    "--search", type=click.Choice(["absmax", "mse", "sweep"]), help="How NVFP4 finds block scales.  [default: mse]"
+)
 @click.option("--calibrate", metavar="TEXTFILE", help="Run this text to find static activation scales.")
 @click.option(
     "--shard-size",

@@ -29,7 +29,7 @@ from ..formats import NVFP4_BLOCK
 from ..spellings import read_json
 
 PRESETS = ("fp8", "fp8_block", "nvfp4", "mixed")
-SEARCHES = ("absmax", "mse")
+SEARCHES = ("absmax", "mse", "sweep")
 WORDS = {  # of a recipe → formats
     "bf16": "bf16",
     "fp8": "fp8_tensor",

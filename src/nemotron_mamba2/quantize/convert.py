@@ -54,9 +54,10 @@ def quantize_checkpoint(
     """Write a quantised copy of a checkpoint.
 
     source: a BF16 (or FP16, FP32) checkpoint directory, or a hub id. destination: a directory that is not there yet.
-    format: one of PRESETS. recipe: patterns → formats that overrule the preset (`read_recipe`). search: "mse" (None)
-    or "absmax", for NVFP4 block scales. calibration_text: when given, FP8 and NVFP4 get static activation scales from
-    it. device: where to quantise, and to run the text. progress: called with (what, bytes done, bytes in all).
+    format: one of PRESETS. recipe: patterns → formats that overrule the preset (`read_recipe`). search: "mse" (None),
+    "absmax" or "sweep", for NVFP4 block scales. calibration_text: when given, FP8 and NVFP4 get static activation
+    scales from it. device: where to quantise, and to run the text. progress: called with (what, bytes done, bytes in
+    all).
     Raises: CheckpointError, ConfigError, FormatError, RequestError, in one line; nothing has been written then.
     """
     source, destination = resolve(source), Path(destination).expanduser()
@@ -68,8 +69,8 @@ def quantize_checkpoint(
         where = torch.device(device)
         means = Means(backend(where), where, search or "mse")
         plan = _plan(checkpoint, choose(projections(checkpoint), checkpoint.config, format, recipe=recipe), means)
-        if search == "mse" and not any(job.format == "nvfp4" for job in plan.jobs):
-            raise ConfigError("search mse: it looks for NVFP4 block scales, and nothing here would be NVFP4")
+        if search in ("mse", "sweep") and not any(job.format == "nvfp4" for job in plan.jobs):
+            raise ConfigError(f"search {search}: it looks for NVFP4 block scales, and nothing here would be NVFP4")
         if calibration_text is not None:
             _calibrate(plan, source, calibration_text, device=where, progress=progress)
         plan.note_missing_scales(calibrated=calibration_text is not None)

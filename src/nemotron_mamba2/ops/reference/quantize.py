@@ -4,11 +4,13 @@
     nvfp4, absmax  global = max|w| / (6·448); block = e4m3(max|w of the block| / (6·global))
     nvfp4, mse     global = max|w| / (6·256); block = e4m3 of that block's maximum put at 6 or at 4, whichever leaves
                    the smaller square error over its 16 weights (equal: 6)
+    nvfp4, sweep   global = max|w| / (6·448); block = of the e4m3 values from 4 below to 7 above that of absmax, the one
+                   that leaves the smallest square error (equal: the one nearest to absmax)
 
 A block scale lies in [2⁻⁹, 448]; that of a block of zeros means nothing, and is what ModelOpt writes there. With its
-maximum at 4 a block's scale is half as large again, hence the smaller divisor 256. Codes round to nearest, ties to
-even. Every quotient is a true division of fp32 tensors and every sum has a fixed order, so that a CPU and a GPU write
-the same bytes.
+maximum at 4 a block's scale is half as large again, hence the smaller divisor 256. The sweep ends before twice the
+scale, whose grid is a part of that of the scale itself. Codes round to nearest, ties to even. Every quotient is a true
+division of fp32 tensors and every sum has a fixed order, so that a CPU and a GPU write the same bytes.
 
 Sources: NVIDIA ModelOpt's export code; arXiv 2512.02010 (four over six).
 """
@@ -35,11 +37,13 @@ from ...formats import (
     Weight,
 )
 
-Search: TypeAlias = Literal["absmax", "mse"]
+Search: TypeAlias = Literal["absmax", "mse", "sweep"]
 E2M1_MAX = 6.0
 E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between neighbouring magnitudes
 SMALLEST_BLOCK_SCALE = 2.0**-9
 FP32_EXPONENT = 0x7F800000  # its bits
+SWEEP_CODES = sorted(range(-4, 8), key=abs)  # e4m3 codes from that of absmax; eight of them double a scale
+LARGEST_SCALE_CODE = 126  # of 448; 127 is no number
 FOUR_OVER_SIX_MAX = 256.0  # largest block scale of a block whose maximum is put at 6; at 4 it is 384
 
 
@@ -81,34 +85,50 @@ def _fp8_block(wide: Tensor) -> Fp8Block:
 def _nvfp4(wide: Tensor, largest: Tensor, search: Search) -> Nvfp4:
     blocks = wide.unflatten(-1, (-1, NVFP4_BLOCK))
     highest = blocks.abs().amax(-1)
-    if search == "absmax":
-        global_scale = _scale(largest, E2M1_MAX * E4M3_MAX)
-        spread = global_scale[..., None, None]
-        scale = _block_scale(_or_one(highest / (E2M1_MAX * spread)))
-        codes = e2m1_codes(blocks / (scale.float() * spread).unsqueeze(-1))
-    elif search == "mse":
+    if search == "mse":
         global_scale = _scale(largest, E2M1_MAX * FOUR_OVER_SIX_MAX)
-        scale, codes = _four_over_six(blocks, highest, largest[..., None, None], global_scale[..., None, None])
+        scales = _four_and_six(highest, largest[..., None, None])
+    elif search in ("absmax", "sweep"):
+        global_scale = _scale(largest, E2M1_MAX * E4M3_MAX)
+        scales = [_block_scale(_or_one(highest / (E2M1_MAX * global_scale[..., None, None])))]
+        if search == "sweep":
+            scales = _neighbours(scales[0])
     else:
-        raise FormatError(f"quantize: expected search absmax or mse, found {search!r}")
-    codes = codes.flatten(-2)
+        raise FormatError(f"quantize: expected search absmax, mse or sweep, found {search!r}")
+    spread = global_scale[..., None, None]
+    scale = scales[0] if len(scales) == 1 else _best_scale(blocks.abs(), scales, spread)
+    codes = e2m1_codes(blocks / (scale.float() * spread).unsqueeze(-1)).flatten(-2)
     return Nvfp4(codes[..., ::2] | (codes[..., 1::2] << 4), scale, global_scale)
 
 
-def _four_over_six(blocks: Tensor, highest: Tensor, largest: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """Block scales [..., n] and codes [..., n, 16] of the better of two fits. blocks: fp32 [..., n, 16]."""
-    magnitudes = blocks.abs()
+def _four_and_six(highest: Tensor, largest: Tensor) -> list[Tensor]:
+    """Block scales that put a block's maximum at 6, and at 4: e4m3 of the shape of `highest`."""
     unit = _or_one(_divide(largest, E2M1_MAX))
-    scales, errors = [], []
-    for raised in (1.0, E2M1_MAX / 4):
-        # In the order in which ModelOpt computes it: quotients of bf16 maxima often lie at a tie of two e4m3 values.
-        scale = _block_scale(_or_one(_divide(highest * raised, E2M1_MAX)) * FOUR_OVER_SIX_MAX / unit)
+    # In the order in which ModelOpt computes it: quotients of bf16 maxima often lie at a tie of two e4m3 values.
+    return [
+        _block_scale(_or_one(_divide(highest * raised, E2M1_MAX)) * FOUR_OVER_SIX_MAX / unit)
+        for raised in (1.0, E2M1_MAX / 4)
+    ]
+
+
+def _neighbours(scale: Tensor) -> list[Tensor]:
+    """The e4m3 values around a scale, itself first: their codes follow one another."""
+    code = scale.view(torch.uint8).to(torch.int16)
+    return [(code + step).clamp(1, LARGEST_SCALE_CODE).to(torch.uint8).view(E4M3) for step in SWEEP_CODES]
+
+
+def _best_scale(magnitudes: Tensor, scales: list[Tensor], spread: Tensor) -> Tensor:
+    """For every block the scale with the smallest square error, the first of equals. magnitudes: fp32 [..., n, 16]."""
+    best, least = scales[0].view(torch.uint8), None
+    for scale in scales:
         step = (scale.float() * spread).unsqueeze(-1)
-        wrong = _e2m1_rounded(magnitudes / step).mul_(step).sub_(magnitudes)
-        scales.append(scale.view(torch.uint8))
-        errors.append(_sum_of_block(wrong.square_()))
-    scale = torch.where(errors[1] < errors[0], scales[1], scales[0]).view(E4M3)
-    return scale, e2m1_codes(blocks / (scale.float() * spread).unsqueeze(-1))
+        wrong = _sum_of_block(_e2m1_rounded(magnitudes / step).mul_(step).sub_(magnitudes).square_())
+        if least is None:
+            least = wrong
+            continue
+        best = torch.where(wrong < least, scale.view(torch.uint8), best)
+        least = torch.minimum(wrong, least)
+    return best.view(E4M3)
 
 
 def _block_scale(wanted: Tensor) -> Tensor:
