@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .layer import NemotronMamba2Layer
     from .plan import Capabilities, Plan, make_plan
     from .projection import Projection, RoutedExperts
+    from .quantize import quantize_checkpoint
     from .sampling import SamplingParams
     from .state import Snapshot, StatePool
     from .weights import Mamba2Weights
@@ -57,6 +58,7 @@ _HOMES = {
     "load_layer": "checkpoint",
     "load_model": "checkpoint",
     "make_plan": "plan",
+    "quantize_checkpoint": "quantize",
 }
 
 __all__ = [
@@ -91,6 +93,7 @@ __all__ = [
     "load_layer",
     "load_model",
     "make_plan",
+    "quantize_checkpoint",
 ]
 
 

@@ -18,7 +18,7 @@ REPORT_PARTS = ("layers", "ends", "mtp", "mtp_ends", "skipped")  # of Checkpoint
 CONTEXTS_TOKENS = (1024, 8192, 65536, 524288)
 
 
-@click.command("inspect")
+@click.command("inspect", short_help="What a checkpoint holds, and what fits.")
 @click.argument("model", metavar="[DIR|HUB_ID]", required=False)
 @click.option("--memory", callback=memory_bytes, metavar="SIZE", help="Say what fits into this, like 80GB.")
 @click.option("--mtp", is_flag=True, help="Count the multi-token-prediction head too, which generate does not use.")
@@ -38,7 +38,7 @@ def inspect_command(model: str | None, memory: int | None, mtp: bool, as_json: b
     click.echo(json.dumps(record, ensure_ascii=False))
 
 
-@click.command("explain")
+@click.command("explain", short_help="How a checkpoint would run here, and why.")
 @click.argument("model", metavar="[DIR|HUB_ID]", required=False)
 @device_option
 @json_option

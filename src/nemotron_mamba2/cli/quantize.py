@@ -19,7 +19,7 @@ FORMATS = ("fp8", "fp8_block", "nvfp4", "mixed")
 WORST = 10
 
 
-@click.command("quantize")
+@click.command("quantize", short_help="A BF16 checkpoint in FP8, NVFP4 or a mix.")
 @click.argument("source", metavar="SRC")
 @click.argument("destination", metavar="DST")
 @click.option(

@@ -29,7 +29,7 @@ device_option = click.option(
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,
-    help="Where to run; auto takes the GPU when there is one.",
+    help="Where to run; auto is the CPU for now.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 
