@@ -6,12 +6,13 @@ Held-out bits per byte, recall of facts by distance (greedy: prefill, then decod
 greedy draft equals the model's own greedy next token, teacher-forced), for every format × state dtype. Prompts run in
 pieces of PIECE_ROWS, so the state is rounded to its dtype at each of them, and once per window while decoding.
 
-Weights are quantised in memory, the projections that NVIDIA's recipes quantise: Mamba-2, MLP, experts and shared
-experts. Two of the choices do not exist in the package and are made here: `nvfp4_global` (e2m1 under one scale per
-matrix, without block scales: the way known to be bad) and `fp16` (a state that rounds to nearest).
+Weights are quantised in memory as `quantize` does it, the projections that NVIDIA's recipes quantise: Mamba-2, MLP,
+experts and shared experts. Two of the choices do not exist in the package and are made here: `nvfp4_global` (e2m1 under
+one scale per matrix, without block scales: the way known to be bad) and `fp16` (a state that rounds to nearest).
 
-All records share the same text. Recall of a quantised format with a state other than fp32 is taken from the first few
-of the same cases, because time is short on a CPU. Without --text the excerpt in tests/data is used; with it, excerpts
+All records share the same text and the same cases, so that differences between them are paired; which cases went wrong
+stands beside the records. Recall of a quantised format with a state other than fp32 is taken from the first few of the
+cases, because time is short on a CPU. Without --text the excerpt in tests/data is used; with it, excerpts
 of the held-out part of that folder.
 """
 
@@ -82,7 +83,7 @@ class Sizes:
     seed: int = 0
 
 
-FULL = Sizes(6, {"short": 20, "d256": 20, "d1024": 8}, {"short": 5, "d256": 4, "d1024": 1})
+FULL = Sizes(6, {"short": 20, "d256": 20, "d1024": 40}, {"short": 5, "d256": 4, "d1024": 1})
 QUICK = Sizes(1, {"short": 1, "d256": 1, "d1024": 0}, {"short": 1, "d256": 0, "d1024": 0})
 
 
@@ -150,7 +151,7 @@ def make_exam(
 def in_format(weight: Weight, format: str) -> Weight:
     """A weight in one of FORMATS."""
     if format != "nvfp4_global":
-        return quantize(dequantize(weight), format)
+        return quantize(dequantize(weight), format, search="mse")
     values = dequantize(weight)
     scale = values.abs().amax((-2, -1), keepdim=True) / E2M1_MAX
     codes = e2m1_codes(values / scale)
@@ -230,7 +231,13 @@ def score_text(model: Model, windows: Sequence[list[int]]) -> tuple[float, float
 
 @torch.inference_mode()
 def recalled(model: Model, cases: Sequence[tuple[list[int], list[int]]]) -> int:
-    """How many greedy replies equal the expected ones token by token, the end of the turn too."""
+    """How many greedy replies equal the expected ones."""
+    return sum(which_recalled(model, cases))
+
+
+@torch.inference_mode()
+def which_recalled(model: Model, cases: Sequence[tuple[list[int], list[int]]]) -> list[bool]:
+    """Whether each greedy reply equals the expected one token by token, the end of the turn too."""
     network = model.network
     caches = model.caches(slots=len(cases), tokens=sum(len(p) + len(r) for p, r in cases))
     slots = caches.acquire(len(cases))
@@ -249,28 +256,30 @@ def recalled(model: Model, cases: Sequence[tuple[list[int], list[int]]]) -> int:
         logits = network.forward(tokens, Batch.decode([slots[i] for i in live]), caches)
         for i, token in zip(live, logits.argmax(-1).tolist(), strict=True):
             replies[i].append(token)
-    return sum(reply == expected for reply, (_, expected) in zip(replies, cases, strict=True))
+    return [reply == expected for reply, (_, expected) in zip(replies, cases, strict=True)]
 
 
-def measure(format: str, state: str, exam: Exam) -> dict[str, Any]:
-    """One record of the result."""
+def measure(format: str, state: str, exam: Exam) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """One record of the result, and the numbers of the cases that went wrong, by distance."""
     begin = time.perf_counter()
     model = demo_model(format, STATES[state])
     with state_rounding(state):
         bits, acceptance = score_text(model, exam.windows)
-        recall = {}
+        wrong, recall = {}, {}
         for name, cases in exam.recall.items():
             batches = [cases[first : first + 20] for first in range(0, len(cases), 20)]
-            recall[name] = sum(recalled(model, batch) for batch in batches) / len(cases) if cases else None
+            right = [one for batch in batches for one in which_recalled(model, batch)]
+            wrong[name] = [index for index, one in enumerate(right) if not one]
+            recall[name] = round(sum(right) / len(cases), 4) if cases else None
     record = {
         "format": format,
         "state_dtype": state,
         "bits_per_byte": round(bits / exam.text_bytes, 5),
-        "recall": {name: None if share is None else round(share, 4) for name, share in recall.items()},
+        "recall": recall,
         "draft_acceptance": round(acceptance, 4),
     }
     print(f"{time.perf_counter() - begin:6.1f} s  {json.dumps(record)}", file=sys.stderr, flush=True)
-    return record
+    return record, wrong
 
 
 def is_crossing(format: str, state: str) -> bool:
@@ -278,15 +287,19 @@ def is_crossing(format: str, state: str) -> bool:
     return format != "bf16" and state != "fp32"
 
 
-def measure_all(full: Exam, crossing: Exam, *, jobs: int) -> list[dict[str, Any]]:
-    """All records, formats outside, one thread for each process; the long ones run first."""
+def measure_all(
+    full: Exam, crossing: Exam, *, jobs: int
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, list[int]]]]:
+    """All records, formats outside, and "format/state" → cases that went wrong; one thread for each process, the long
+    ones first."""
     pairs = [(format, state) for format in FORMATS for state in STATES]
     with ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         running = {
             pair: pool.submit(measure, *pair, crossing if is_crossing(*pair) else full)
             for pair in sorted(pairs, key=lambda pair: is_crossing(*pair))
         }
-        return [running[pair].result() for pair in pairs]
+        found = [running[pair].result() for pair in pairs]
+    return [record for record, _ in found], {"/".join(p): wrong for p, (_, wrong) in zip(pairs, found, strict=True)}
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -392,13 +405,13 @@ def main() -> None:
         make_exam(tokenizer, documents, texts=sizes.documents, cases=cases, seed=sizes.seed)
         for cases in (sizes.cases, sizes.crossing)
     )
-    records = measure_all(full, crossing, jobs=options.jobs)
-    meta = circumstances(full, sizes, text=options.text, seconds=time.perf_counter() - begin)
+    records, wrong = measure_all(full, crossing, jobs=options.jobs)
+    meta = circumstances(full, sizes, text=options.text, seconds=time.perf_counter() - begin) | {"wrong": wrong}
     print(table(records))
     if options.json is not None:
         options.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
         beside = options.json.with_suffix(".meta" + options.json.suffix)
-        beside.write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        beside.write_text(json.dumps(meta) + "\n", encoding="utf-8")
     if options.plot is not None:
         plot(records, options.plot)
 
