@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import math
 
@@ -480,6 +481,48 @@ def test_copies_and_files_of_an_accelerated_model(tmp_path):
     assert (
         relative_error(logits(twin, ids), expected) < TOLERANCE and twin.model.layers[0].__dict__.get("forward") is None
     )
+
+
+def test_a_conversation_goes_on_with_its_cache(models):
+    original, ours = models
+    first, more, cache = tokens(2, 20), tokens(2, 11), cache_for(ours)
+    torch.manual_seed(0)
+    answer = ours.generate(first, max_new_tokens=6, do_sample=False, **{CACHE: cache})
+    ids = torch.cat((answer, more), 1)
+    assert generate(ours, ids, 6, **{CACHE: cache}).equal(generate(original, ids, 6))
+
+
+def test_compiled_and_pickled():
+    original, ours = pair("M-M*")
+    ids = tokens(1, 20)
+    expected = logits(original, ids)
+    assert relative_error(logits(torch.compile(ours, backend="eager"), ids), expected) < TOLERANCE
+    file = io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert loaded.model.layers[0].forward.__self__.block is loaded.model.layers[0]
+    assert relative_error(logits(loaded, ids), expected) < TOLERANCE
+
+
+def test_device_hooks_around_a_block_stay_outermost():
+    """As libraries that move inputs between devices put them: forward wraps what `_old_forward` keeps."""
+    original, ours = twins("M-M*")
+    calls = []
+    for block in ours.model.layers:
+        block._old_forward = block.forward
+
+        def wrapped(*args, block=block, **kwargs):
+            calls.append(block.layer_idx)
+            return block._old_forward(*args, **kwargs)
+
+        block.forward = wrapped
+    accelerate(ours)
+    ids = tokens(1, 20)
+    assert relative_error(logits(ours, ids), logits(original, ids)) < TOLERANCE and calls == [0, 1, 2, 3]
+    assert ours.model.layers[0]._old_forward.__self__.shared.seen_positions == 0
+    restore(ours)
+    assert logits(ours, ids).equal(logits(original, ids)) and len(calls) == 8
 
 
 def test_hidden_states_and_other_outputs_come_as_before(models):

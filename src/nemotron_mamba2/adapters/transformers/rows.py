@@ -56,7 +56,7 @@ def plan_forward(
     takes_back = recording or (started and positions <= draft_rows)
     last = min(positions, draft_rows) if takes_back else 0
     slots, first = range(sequences), positions - last
-    live = None if mask is None else mask[:, -positions:].bool()
+    live = None if mask is None else mask[:, -positions:].to(device).bool()
     pieces = []
     if first:
         rows = [first] * sequences if live is None else live[:, :first].sum(1).tolist()
