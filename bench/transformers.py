@@ -34,7 +34,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 SIDES = ("torch", "kernels", "accelerate")
 KERNELS = ("mamba_ssm", "causal_conv1d")
-PROMPT, STEPS = 64, 32  # tokens before the decoded ones; decoded tokens per sequence and round
+PROMPT, STEPS = 64, 16  # tokens before the decoded ones; decoded tokens per sequence and round
 CASES = {
     "cpu": {"prefill 512": (512, 1), "prefill 2048": (2048, 1), "decode 1": (0, 1), "decode 8": (0, 8)},
     "cuda": {
