@@ -108,6 +108,23 @@ def test_weights_stay_quantised_within_5_percent_of_the_files(directory, layout)
             assert made.plan.copy_bytes == 0
 
 
+def test_memory_of_the_policy_goes_to_copies_of_what_fits(directory):
+    path, ids = directory("nano_9b_v2_nvfp4"), torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13]])
+    model = load(path, policy=Policy(prompt="exact"))
+    expected, held = logits(model, ids), model.get_memory_footprint()
+
+    def copies() -> int:
+        layers = [layer.forward.__self__._layers[True][1] for layer in model.model.layers if layer.block_type[0] == "l"]
+        runs = [module._made["run"] for module in model.modules() if "run" in getattr(module, "_made", {})]
+        return sum(made.plan.copy_bytes for made in (*layers, *runs))
+
+    assert copies() == 0
+    for extra, low, high in ((0, 0, 0), (600_000, 300_000, 600_000), (1 << 30, 2_000_000, 1 << 30)):
+        accelerate(model, Policy(prompt="exact", memory_bytes=held + extra))
+        assert relative_error(logits(model, ids), expected) < 1e-5
+        assert low <= copies() <= high
+
+
 def test_default_dtype_is_that_of_the_file_and_the_router_stays_fp32(directory):
     model = transformers.AutoModelForCausalLM.from_pretrained(directory("nano_30b_nvfp4"))
     assert model.dtype == torch.bfloat16

@@ -54,8 +54,7 @@ def layer_over(
         for weight, shape in zip(projections, shapes, strict=True)
     )
     weights = Mamba2Weights(in_proj=in_proj, out_proj=out_proj, **vectors)
-    # As for the other modules: no copies of quantised weights on a CPU, repacked ones on a GPU.
-    budget = policy.memory_bytes or 0 if hidden.device.type == "cpu" else in_proj.nbytes + out_proj.nbytes
+    budget = sum(getattr(module, "budget_bytes", 0) for module in (mixer.in_proj, mixer.out_proj))
     plan = make_plan(config, weights, policy, device=hidden.device, dtype=hidden.dtype, budget_bytes=budget)
     return NemotronMamba2Layer(config, weights, plan)
 

@@ -22,7 +22,7 @@ from ... import AdapterError, NemotronMamba2Error, NemotronMamba2Layer, Plain, P
 from .cache import MambaState, StateSettings, empty_places, state_of
 from .gradients import without_gradient
 from .layers import hooked, identity, layer_over, plain, recur, settings_of, weight_of
-from .modules import Quantised
+from .modules import use_policy
 from .rows import Forward, plan_forward
 
 _RECORD = "_nemotron_mamba2"
@@ -81,6 +81,7 @@ def accelerate(model: nn.Module, policy: Policy | None = None, *, draft_rows: in
             "code are not served, load without trust_remote_code"
         )
     restore(model)
+    use_policy(model, policy)
     shared = Shared(policy, draft_rows, tuple(block.block_type for block in blocks))
     made = [AcceleratedBlock(block, shared, first=block is mamba[0]) for block in mamba]
     for one in made:
@@ -95,8 +96,6 @@ def accelerate(model: nn.Module, policy: Policy | None = None, *, draft_rows: in
     for module in model.modules():
         if isinstance(module, original.NemotronHPreTrainedModel):
             module._is_stateful = False
-        elif isinstance(module, Quantised):
-            module.use(policy)
     return model
 
 

@@ -47,6 +47,7 @@ class Quantised(nn.Module):
         super().__init__()
         self.roles = roles
         self.policy = Policy()
+        self.granted_bytes = 0
         self._prefixes = prefixes
         self._types: list[tuple[type, dict[str, Any]]] = []
         self._made: dict[str, Any] = {}
@@ -78,9 +79,9 @@ class Quantised(nn.Module):
         found: list[Weight] = self._made["weights"]
         return found
 
-    def use(self, policy: Policy) -> None:
-        """Run by this policy from now on."""
-        self.policy = policy
+    def use(self, policy: Policy, granted_bytes: int) -> None:
+        """Run by this policy from now on, with so much memory for copies."""
+        self.policy, self.granted_bytes = policy, granted_bytes
         self._made = {}
 
     @property
@@ -89,11 +90,11 @@ class Quantised(nn.Module):
 
     @property
     def budget_bytes(self) -> int:
-        """What copies may take: nothing on a CPU, as much as the weights on a GPU (NVFP4 is repacked there)."""
+        """What copies may take: what was granted, and on a GPU as much as a matrix itself (NVFP4 is repacked there)."""
         weights = self.weights()
         if weights[0].weight.device.type == "cpu" or len(weights) > 1:
-            return self.policy.memory_bytes or 0
-        return sum(weight.nbytes for weight in weights)
+            return self.granted_bytes
+        return max(self.granted_bytes, weights[0].nbytes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantised:
         def move(tensor: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ class Quantised(nn.Module):
 
     def extra_repr(self) -> str:
         """Formats and shapes."""
-        return ", ".join(f"{weight.format} {list(weight.shape)}" for weight in self.weights())
+        return ", ".join(f"{w.format} {list(w.shape)}" for w in self.weights()) if self._types else "not loaded"
 
 
 class QuantisedLinear(Quantised):
@@ -161,3 +162,16 @@ class QuantisedExperts(Quantised):
         with torch.no_grad():
             out = made(hidden_states, top_k_index, top_k_weights, role=self.role)
         return without_gradient(out, hidden_states, self)
+
+
+def use_policy(model: nn.Module, policy: Policy) -> None:
+    """Give every quantised module of a model the policy, and its memory to those that it suffices for, in order."""
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    left = 0 if policy.memory_bytes is None else policy.memory_bytes - held
+    itemsize = next(model.parameters()).dtype.itemsize
+    for module in model.modules():
+        if isinstance(module, Quantised):
+            copy_bytes = sum(itemsize * torch.Size(weight.shape).numel() for weight in module.weights())
+            granted = 0 if isinstance(module, QuantisedEmbedding) or copy_bytes > left else copy_bytes
+            left -= granted
+            module.use(policy, granted)
