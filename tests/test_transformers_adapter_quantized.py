@@ -246,6 +246,12 @@ def test_a_config_that_we_do_not_understand_goes_through_as_it_came():
     assert known_spelling(raw, "") is raw
 
 
+def test_quantisers_of_others_keep_their_checkpoints():
+    theirs = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    found = known_spelling({**config_of("nano_30b_bf16"), "quantization_config": theirs}, "")
+    assert found["quantization_config"] == theirs
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_spelling_becomes_the_one_that_transformers_knows(directory, layout):
     config = transformers.AutoConfig.from_pretrained(directory(layout))

@@ -19,6 +19,7 @@ from transformers.utils import cached_file
 from ... import ModelConfig, NemotronMamba2Error
 
 METHOD = "modelopt"
+_READ_METHODS = (METHOD, "compressed-tensors", "fp8")  # of checkpoints that our loader reads; others stay as they are
 _WORDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _WRAPPED = ("llm_config", "text_config")
 _OTHER_MODEL_TYPES = ("nemotron_h_puzzle", "NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3")
@@ -26,6 +27,11 @@ _REPLACED = (  # spellings of what is written anew, and code that is never run
     *("auto_map", "hybrid_override_pattern", "layers_block_type", "layer_types", "num_hidden_layers", "block_configs"),
     *("mtp_block_configs", "attention_head_dim", "rms_norm_eps", "norm_eps"),
 )
+_LAYER_KEYS = {
+    "*": ("head_dim",),
+    "-": ("intermediate_size",),
+    "E": ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_latent_size"),
+}
 
 
 class NemotronHConfig(transformers.NemotronHConfig):  # the name is how transformers finds the model class
@@ -69,29 +75,18 @@ def known_spelling(raw: dict[str, Any], source: str) -> dict[str, Any]:
         "layer_norm_epsilon": config.layer_norm_epsilon,
         "tie_word_embeddings": config.tie_word_embeddings,
     }
-    for letter, names in _LAYER_KEYS.items():
-        layer = next((layer for layer, kind in zip(config.layers, config.pattern, strict=True) if kind == letter), None)
-        found |= {theirs: getattr(layer, ours) for theirs, ours in names.items()} if layer is not None else {}
+    for letter, names in _LAYER_KEYS.items():  # of the first layer of a kind; layers that differ are made anew later
+        if letter in config.pattern:
+            layer = config.layers[config.pattern.index(letter)]
+            found |= {name: getattr(layer, name) for name in names}
     if "M" in config.pattern:
         found["time_step_limit"] = list(config.mamba2.time_step_limit or (0.0, math.inf))
     method = _quantisation(raw, inner, source)
     if method is None and (inner is not raw or len(set(config.layers)) > len(set(config.pattern))):
         method = {}  # names with a prefix, or blocks of different widths: our loader reads those too
-    if method is not None:
+    if method is not None and method.get("quant_method", METHOD) in _READ_METHODS:
         found["quantization_config"] = {**method, "quant_method": METHOD}
     return found
-
-
-_LAYER_KEYS = {
-    "*": {"head_dim": "head_dim"},
-    "-": {"intermediate_size": "intermediate_size"},
-    "E": {
-        "n_routed_experts": "n_routed_experts",
-        "num_experts_per_tok": "num_experts_per_tok",
-        "moe_intermediate_size": "moe_intermediate_size",
-        "moe_latent_size": "moe_latent_size",
-    },
-}
 
 
 def _quantisation(raw: dict[str, Any], inner: dict[str, Any], source: str) -> dict[str, Any] | None:
@@ -105,6 +100,7 @@ def _quantisation(raw: dict[str, Any], inner: dict[str, Any], source: str) -> di
     file = cached_file(
         source,
         "hf_quant_config.json",
+        revision=raw.get("_commit_hash"),
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_connection_errors=False,

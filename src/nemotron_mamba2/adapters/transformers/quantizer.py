@@ -48,6 +48,10 @@ _VECTORS = {
     "e_score_correction_bias": "mixer.gate.e_score_correction_bias",
 }
 _IGNORED = ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected")
+_WIDTHS = (  # of MLP and MoE layers, called alike in transformers' config and ours
+    *("intermediate_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
+    *("moe_latent_size", "n_routed_experts", "num_experts_per_tok"),
+)
 _EXACT = ("dt_bias", "A_log", "D", "gate", "e_score_correction_bias")  # held in fp32, as our layers hold them
 
 
@@ -149,15 +153,7 @@ def replace_modules(model: Any, directory: Path) -> None:
 
 def fit_widths(block: Any, layer: Any) -> None:
     """Make a layer anew whose widths differ from the config's (blocks of a Puzzle model)."""
-    names = {
-        "intermediate_size": "intermediate_size",
-        "num_experts_per_tok": "num_experts_per_tok",
-        "n_routed_experts": "n_routed_experts",
-        "moe_intermediate_size": "moe_intermediate_size",
-        "moe_latent_size": "moe_latent_size",
-        "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
-    }
-    wanted = {theirs: getattr(layer, ours) for theirs, ours in names.items() if hasattr(layer, ours)}
+    wanted = {name: getattr(layer, name) for name in _WIDTHS if hasattr(layer, name)}
     if all(getattr(block.config, name) == value for name, value in wanted.items()):
         return
     config = copy.deepcopy(block.config)
