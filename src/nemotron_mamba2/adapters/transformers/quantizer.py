@@ -199,11 +199,12 @@ def _fill_vector(owner: Any, name: str, value: Tensor, *, dtype: torch.dtype) ->
 
 
 def _fill(target: Tensor, value: Tensor, dtype: torch.dtype) -> None:
-    """Some versions load a parameter in the dtype of the file, whatever was asked for."""
-    with torch.no_grad():
-        if target.dtype != dtype:
-            target.data = torch.empty_like(target, dtype=dtype)
-        target.copy_(value.view(target.shape))
+    """Let target hold value in this dtype; on the CPU as the view of the file that it is, where nothing must change.
+
+    Some versions load a parameter in the dtype of the file, whatever was asked for.
+    """
+    value = value.view(target.shape)
+    target.data = value if value.device == target.device and value.dtype == dtype else value.to(target.device, dtype)
 
 
 def _moved(weight: Weight, device: torch.device) -> Weight:
