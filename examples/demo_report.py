@@ -55,8 +55,8 @@ the expected one word for word; the draft acceptance is how often the MTP head's
 ## Limits
 
 It knows old books and five kinds of questions, in the wording it was trained on, facts and questions on lines of their
-own. It is no assistant, its continuations mean nothing, and it has read nothing longer than {row_tokens} tokens. Old texts
-carry the views of their time.
+own. It is no assistant, its continuations mean nothing, and it has read nothing longer than {row_tokens} tokens. Old
+texts carry the views of their time.
 """
 
 
