@@ -122,7 +122,6 @@ def serve(side: str, directory: Path, *, device: str, threads: int) -> None:
     with torch.inference_mode():
         run = load(side, directory, device)
         run(32, 1)
-        run(0, 1)
         print("ready", file=answers, flush=True)
         for line in sys.stdin:
             print(run(*json.loads(line)), file=answers, flush=True)
@@ -158,10 +157,11 @@ class Side:
         return self.process.stdout.readline().strip()
 
 
-def measure(directory: Path, names: list[str], *, device: str, threads: int, rounds: int) -> dict[str, Any]:
+def measure(
+    directory: Path, names: list[str], cases: dict[str, tuple[int, int]], *, device: str, threads: int, rounds: int
+) -> dict[str, Any]:
     """Tokens per second of every case, side and round. Each shape runs once before it counts."""
     sides = [Side(name, directory, device=device, threads=threads) for name in names]
-    cases = CASES[device]
     speeds: dict[str, dict[str, list[float]]] = {case: {name: [] for name in names} for case in cases}
     for i in range(rounds + (device == "cuda")):
         for case, shape in cases.items():
@@ -205,6 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=sorted(CASES), default="cpu")
     parser.add_argument("--model", type=Path, help="folder of the checkpoint, written when it is not there")
+    parser.add_argument("--cases", nargs="*", metavar="CASE", help='only these, for example "decode 1"')
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, help="also write the JSON line there")
@@ -215,6 +216,7 @@ def main() -> None:
         return
     from cpu import machine, write_checkpoint  # bench/cpu.py
 
+    cases = {name: case for name, case in CASES[args.device].items() if args.cases is None or name in args.cases}
     names = list(SIDES)
     if missing := [name for name in KERNELS if find_spec(name) is None] or (["a GPU"] if args.device == "cpu" else []):
         print(f"side `kernels` left out: {', '.join(missing)} not there", file=sys.stderr)
@@ -226,7 +228,7 @@ def main() -> None:
         about["device"] = torch.cuda.get_device_name()
     with tempfile.TemporaryDirectory() as folder:
         directory = write_checkpoint(args.model or Path(folder))
-        speeds = measure(directory, names, device=args.device, threads=args.threads, rounds=args.rounds)
+        speeds = measure(directory, names, cases, device=args.device, threads=args.threads, rounds=args.rounds)
     rows = summary(speeds, args.device)
     print(table(rows))
     line = json.dumps({"bench": "transformers", **about, "rows": rows, "tokens_per_second": speeds})
