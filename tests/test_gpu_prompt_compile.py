@@ -18,11 +18,17 @@ CONV = {"H": 64, "P": 64, "G": 8, "N": 128, "W": 16, "R": 31, "KR": 11, "KW": 4,
 
 def scan_image(P: int, N: int, state: int, how: scan.Cut, architecture: str) -> bytes:
     shape = {"H": 64, "P": P, "G": 8, "N": N, "W": 16, "STATE": state, "ROUND": 0}
-    return nvrtc.compile_cubin(scan.source(how), [*shape.items(), *how.defines], architecture)
+    return nvrtc.compile_cubin(scan.source(how), [*shape.items(), *how.defines(N)], architecture)
 
 
 def conv_image(rows: int, architecture: str) -> bytes:
-    sizes = {"TILE": conv.tile_rows(rows), "THREADS": conv.THREADS, "BLOCKS": conv.BLOCKS, "STEP": conv.STEP}
+    sizes = {
+        "TILE": conv.tile_rows(rows),
+        "THREADS": conv.THREADS,
+        "BLOCKS": conv.BLOCKS,
+        "STEP": conv.STEP,
+        "VEC": conv.VEC,
+    }
     text = nvrtc.source("common.cuh", "conv.cu")
     return nvrtc.compile_cubin(text, [*CONV.items(), *sizes.items()], architecture)
 

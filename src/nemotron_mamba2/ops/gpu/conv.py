@@ -18,6 +18,7 @@ from . import nvrtc
 from .nvrtc import argument, rows16
 
 THREADS, BLOCKS, STEP = 128, 4, 8  # threads of a block, blocks of a multiprocessor, rows in flight (measured)
+VEC = 4  # channels of a thread: with 8, taps and window alone take 100 registers
 
 
 def tile_rows(total_rows: int) -> int:
@@ -59,7 +60,7 @@ def conv(
     low, high = time_step_limit or (0.0, 0.0)
     tile = tile_rows(rows.total_rows)
     tiles = sum(-(-count // tile) for count in rows.rows)
-    blocks = -(-width // (4 * THREADS)) + -(-H // THREADS)
+    blocks = -(-width // (VEC * THREADS)) + -(-H // THREADS)
     _kernel(xbc.device.index, (*shape, *rings, *flags, ("TILE", tile))).launch(
         (blocks, tiles),
         0,
@@ -81,5 +82,5 @@ def conv_cost(state: LayerState, rows: int) -> tuple[int, int]:
 
 @cache
 def _kernel(device: int, defines: tuple[tuple[str, int], ...]) -> nvrtc.Kernel:
-    defines = (*defines, ("THREADS", THREADS), ("BLOCKS", BLOCKS), ("STEP", STEP))
+    defines = (*defines, ("THREADS", THREADS), ("BLOCKS", BLOCKS), ("STEP", STEP), ("VEC", VEC))
     return nvrtc.load(nvrtc.source("common.cuh", "conv.cu"), "conv", defines, threads=THREADS, shared_bytes=0)

@@ -1,6 +1,5 @@
 // What only Hopper has, as functions: the copy engine, mbarriers, wgmma's fences and descriptors, clusters.
 
-DEVICE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 // A tensor map of the driver: where a tile of the rows lies, how it is swizzled.
 struct __align__(64) Map {
   u8 bytes[128];

@@ -6,10 +6,6 @@
 
 constexpr int WARPS = WM * WN, ROWS = 16 * MT * WM, TOKENS = 8 * NT * WN, THREADS = 32 * WARPS, SCALE_PITCH = (K_ + 127) / 128;
 
-DEVICE void copy16(u32 to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
-}
-
 extern "C" __global__ __launch_bounds__(THREADS) void linear_many(
     u16* y, const u8* w, const u8* block_scales, const float* scale, const u16* x, const u16* z, const float* norm_weight,
     const u16* residual, long long ldy, long long ldx, long long ldz, long long ldr, int N, int M, float eps) {

@@ -20,9 +20,6 @@ constexpr bool OVER = SUM || PER == GROUP;  // sums lie over the ring: all of it
 constexpr bool ADDS = SUM || GROUP > 1;     // slices in registers
 static_assert(S % (WS * CL * GROUP) == 0 && (!SUM || (WS * CL == 1 && GROUP == 1)), "workers share the groups evenly");
 
-DEVICE void copy16(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(to), "l"(from) : "memory"); }
-DEVICE void copy4(u32 to, const void* from) { asm volatile("cp.async.ca.shared.global [%0],[%1],4;" ::"r"(to), "l"(from) : "memory"); }
-
 extern "C" __global__ __cluster_dims__(CL, 1, 1) __launch_bounds__(THREADS) void linear_wide(
     u16* y, const u8* w, const u8* block_scales, const float* scale, const u16* residual, long long ldy, long long ldr, int N,
     int M, const __grid_constant__ Map map) {

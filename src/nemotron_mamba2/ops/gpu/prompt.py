@@ -17,8 +17,8 @@ from ...formats import E4M3, Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight
 from .. import Linear
 from . import nvrtc
 from .nvrtc import argument, rows16
+from .tiles import FORMAT_CODES
 
-FORMAT_CODES = {"fp8_tensor": 1, "fp8_channel": 2, "fp8_block": 3, "nvfp4": 4}
 CAST_THREADS = 256
 
 
@@ -67,12 +67,8 @@ def product(x: Tensor | Codes, linear: Linear, *, out: Tensor | None = None) -> 
     if isinstance(x, Tensor):
         return torch.mm(x, values(weight).T, out=out)
     assert isinstance(weight, (Fp8Tensor, Fp8Channel))
-    x_scale, w_scale = x.scale, weight.scale
-    if isinstance(weight, Fp8Channel):
-        w_scale = w_scale.unsqueeze(0)
-    elif x_scale.dim():
-        w_scale = w_scale.expand(1, weight.shape[0]).contiguous()
-    y = torch._scaled_mm(x.values, weight.weight.T, x_scale, w_scale, out_dtype=torch.bfloat16)
+    scale = weight.scale.unsqueeze(0) if isinstance(weight, Fp8Channel) else weight.scale
+    y = torch._scaled_mm(x.values, weight.weight.T, x.scale, scale, out_dtype=torch.bfloat16)
     return y if out is None else out.copy_(y)
 
 

@@ -60,7 +60,8 @@ def scan(
     key = ctypes.c_uint(state_key(state.seed, state.layer))
     if how.outputs:
         panel = next(width for width in (64, 32, 16) if how.columns % width == 0)
-        maps = (nvrtc.tensor_map(xbc, CHUNK, 64), nvrtc.tensor_map(xbc, CHUNK, panel))
+        wide = nvrtc.tensor_map(xbc, CHUNK, 64)
+        maps = (wide, wide if panel == 64 else nvrtc.tensor_map(xbc, CHUNK, panel))
         arguments = [*map(argument, (out, state.ssm)), *rest, argument(dt.stride(0)), key, *maps]
     else:
         arguments = [*map(argument, (out, state.ssm, xbc)), *rest, *map(argument, (xbc.stride(0), dt.stride(0))), key]
@@ -100,9 +101,10 @@ class Cut:
     def threads(self) -> int:
         return 128 * (2 + self.outputs) if self.outputs else 256
 
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
-        return ("PT", self.columns), ("STAGES", self.stages), ("OUTPUTS", self.outputs)
+    def defines(self, N: int) -> tuple[tuple[str, int], ...]:
+        """What a variant is compiled with, beside the layer's shape."""
+        sizes = (("PT", self.columns), ("STAGES", self.stages), ("OUTPUTS", self.outputs))
+        return (*sizes, ("SHARED_BYTES", shared_bytes(self, N)))
 
 
 def cut(H: int, P: int, N: int, sequences: int, device: torch.device) -> Cut:
@@ -141,7 +143,7 @@ def scan_cost(state: LayerState, sequences: int, rows: int) -> tuple[int, int]:
 
 def source(how: Cut) -> str:
     """The text of a variant."""
-    head = nvrtc.source("common.cuh", "state.cuh")
+    head = nvrtc.source("common.cuh", "state.cuh", "chunk.cuh")
     if not how.outputs:
         return head + "\n" + nvrtc.source("scan.cu")
     return "\n".join((head, nvrtc.source("hopper.cuh"), products(how.columns), nvrtc.source("scan_hopper.cu")))
@@ -152,7 +154,7 @@ def _kernel(device: int, defines: tuple[tuple[str, int], ...], how: Cut) -> nvrt
     return nvrtc.load(
         source(how),
         "scan",
-        (*defines, *how.defines),
+        (*defines, *how.defines(dict(defines)["N"])),
         threads=how.threads,
         shared_bytes=shared_bytes(how, dict(defines)["N"]),
         specific=how.outputs > 0,

@@ -23,7 +23,8 @@ struct __align__(1024) Stage {  // swizzled tiles begin at whole atoms
   u16 C[Q * N], B[Q * N], x[Q * PT], weighted[Q * PT];  // weighted: x · exp(c_end − c) · dt
 };
 struct Decays {
-  float total[4], dt[Q], sums[Q], keys[4][Q];  // keys[r][j]: exp(c_(16r−1) − c_j) · dt_j for j < 16r, else 0
+  float total[4], dt[Q], sums[Q];  // total[0]: exp(c_end); the rest of it keeps what follows on 16 bytes
+  float keys[4][Q];                // keys[r][j]: exp(c_(16r−1) − c_j) · dt_j for j < 16r, else 0
 };
 struct Shared {
   Stage stage[STAGES];
@@ -32,10 +33,10 @@ struct Shared {
   float weight[4][Q];  // exp(c_end − c_q) · dt_q, of each warp of the first group
   unsigned long long loaded[STAGES], full[STAGES], empty[STAGES], ready[OUTPUTS], free[OUTPUTS];
 };
+static_assert(__builtin_offsetof(Shared, free) + sizeof(Shared::free) == SHARED_BYTES, "scan.py: shared_bytes");
 
 DEVICE u32 barrier(const unsigned long long& b) { return address(&b); }
 DEVICE void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-DEVICE float decay(float difference) { return __expf(fminf(difference, 0.f)); }
 
 // Matrix descriptors. rows8: bytes from 8 rows to the next 8; panel: bytes from one panel to the next.
 DEVICE unsigned long long matrix(const void* p, int swizzle, int rows8, int panel) {
@@ -88,13 +89,7 @@ DEVICE void prepare(Shared& shared, const Sequence& s, const Map& map, const Map
 #pragma unroll
       for (int k = 0; k < PT; k += XW) load_tile(address(stage.x + Q * k), map_x, column_x + k, at, loaded);
     }
-    float a = fmaxf(dt.x * A, -128.f), b = fmaxf(dt.y * A, -128.f), sum = a + b;
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-      float below = __shfl_up_sync(0xFFFFFFFFu, sum, d);
-      if (lane >= d) sum += below;
-    }
-    float2 sums = make_float2(sum - b, sum);
+    float2 sums = log_decays(dt, A);
     int end = max(kept - 1, 0);
     float even = __shfl_sync(0xFFFFFFFFu, sums.x, end >> 1), odd = __shfl_sync(0xFFFFFFFFu, sums.y, end >> 1);
     float total = kept == 0 ? 0.f : end & 1 ? odd : even;
