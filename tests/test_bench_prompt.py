@@ -68,7 +68,14 @@ def test_a_wrong_kernel_gets_no_figure(on_the_cpu: None, monkeypatch: pytest.Mon
         first[-1] += 1.0
         return found
 
-    monkeypatch.setattr(bench, "backend", lambda device: Wrong())
+    make = bench.prompt_layer
+
+    def with_wrong_kernel(config, format, prompt):
+        layer = make(config, format, prompt)
+        layer._ops = Wrong()
+        return layer
+
+    monkeypatch.setattr(bench, "prompt_layer", with_wrong_kernel)
     [refused] = bench.measure([PromptCase("nano30b", "bf16", 40)], RUN, say=lambda line: None)
     assert isinstance(refused, Refused)
     assert refused.error > bench.TOLERANCE

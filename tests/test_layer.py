@@ -722,3 +722,19 @@ def test_batches_say_what_they_are() -> None:
     ):
         with pytest.raises(ShapeError):
             wrong()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_reference_of_a_layer_is_plain_torch_over_the_same_weights(format: str) -> None:
+    found = rig("TINY", format, prompt="exact")
+    plain, pools = found.layer.reference(), [found.pool() for _ in range(2)]
+    assert plain.weights is found.layer.weights and plain._in_proj.copy is None
+    hidden = found.hidden(90, seed=5)
+    outs = []
+    for layer, pool in zip((found.layer, plain), pools, strict=True):
+        slots = pool.acquire(2)
+        first = layer(hidden[:80], Batch.prefill(slots, [30, 50]), pool)
+        outs.append(
+            torch.cat([first, *(layer(hidden[i : i + 2], Batch.decode(slots), pool) for i in range(80, 90, 2))])
+        )
+    assert mixer_error(outs[1], outs[0], hidden) < tolerance("layer", format=format)

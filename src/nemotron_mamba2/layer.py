@@ -16,7 +16,7 @@ from torch import Tensor
 from .batch import Batch, Role, Rows, Step
 from .config import Mamba2Config
 from .errors import ShapeError
-from .ops import backend
+from .ops import Linear, backend
 from .plan import Capabilities, HostStep, Plan
 from .state import StatePool
 from .weights import Mamba2Weights
@@ -71,6 +71,17 @@ class NemotronMamba2Layer:
             mine = index if isinstance(index, slice) else _on_device(index, hidden.device)
             out[mine] = self._run(hidden[mine], step, pool)
         return out
+
+    def reference(self) -> NemotronMamba2Layer:
+        """The same layer in plain torch, on the device where its weights lie: what kernels are compared with.
+
+        It shares weights and plan, makes no copies, and keeps activations as they are in both roles.
+        """
+        plain = object.__new__(NemotronMamba2Layer)
+        plain.config, plain.weights, plain.plan, plain.index = self.config, self.weights, self.plan, self.index
+        plain._ops = backend(torch.device("cpu"))
+        plain._in_proj, plain._out_proj = Linear(self.weights.in_proj), Linear(self.weights.out_proj)
+        return plain
 
     def project_in(self, hidden: Tensor, role: Role, *, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """RMSNorm and in_proj of any rows → z [T, d_inner], xBC [T, conv_dim], dt [T, H], views of one buffer.

@@ -20,7 +20,7 @@ from ..batch import Batch, Rows, Step
 from ..config import Mamba2Config, Policy
 from ..formats import Plain, Weight
 from ..layer import NemotronMamba2Layer
-from ..ops import Linear, reference
+from ..ops import reference
 from ..plan import make_plan
 from ..state import StatePool
 from ..weights import Mamba2Weights
@@ -160,63 +160,15 @@ def check(layer: NemotronMamba2Layer, case: Case) -> float:
     z, xbc, dt = layer.project_in(hidden, "step", out=empty(c.in_proj_rows))
     y = layer.step(xbc, dt, step, ours, out=empty(c.d_inner))
     out = layer.project_out(y, z, hidden, "step", out=empty(c.hidden_size))
-    plain = ReferenceLayer(layer)
+    plain = layer.reference()
     pairs = [
-        (torch.cat([z, xbc, dt], -1), plain.project_in(hidden)),
-        (y, plain.step(xbc, dt, step, pool=other)),
-        (out, plain.project_out(y, z, hidden)),
+        (torch.cat([z, xbc, dt], -1), torch.cat(plain.project_in(hidden, "step"), -1)),
+        (y, plain.step(xbc, dt, step, other)),
+        (out, plain.project_out(y, z, hidden, "step")),
     ]
     folded = list(step.slots[:folding])
     pairs.append((ours.layer_state(0).ssm[folded], other.layer_state(0).ssm[folded]))
     return torch.stack([worst_row(*pair) for pair in pairs]).max().item()  # NaN where one is NaN
-
-
-class ReferenceLayer:
-    """The step rows of a layer in plain torch, on whichever device it lies."""
-
-    def __init__(self, layer: NemotronMamba2Layer) -> None:
-        self._config, self._weights, self._index = layer.config, layer.weights, layer.index
-
-    def __call__(self, hidden: Tensor, step: Rows, pool: StatePool) -> Tensor:
-        """The whole layer: [T, hidden] → [T, hidden]."""
-        c = self._config
-        z, xbc, dt = self.project_in(hidden).split([c.d_inner, c.conv_dim, c.mamba_num_heads], -1)
-        return self.project_out(self.step(xbc, dt, step, pool=pool), z, hidden)
-
-    def project_in(self, hidden: Tensor) -> Tensor:
-        """Norm and in_proj → [T, in_proj_rows]."""
-        w, eps = self._weights, self._config.layer_norm_epsilon
-        return reference.norm_linear(hidden, w.norm, Linear(w.in_proj), eps=eps, role="step")
-
-    def step(self, xbc: Tensor, dt: Tensor, step: Rows, *, pool: StatePool) -> Tensor:
-        """Convolution and recurrence → [T, d_inner]."""
-        w = self._weights
-        return reference.step(
-            xbc,
-            dt,
-            pool.layer_state(self._index),
-            step,
-            conv_weight=w.conv1d_weight,
-            conv_bias=w.conv1d_bias,
-            dt_bias=w.dt_bias,
-            A_log=w.A_log,
-            D=w.D,
-            time_step_limit=self._config.time_step_limit,
-        )
-
-    def project_out(self, y: Tensor, z: Tensor, residual: Tensor) -> Tensor:
-        """Gated norm, out_proj and residual → [T, hidden]."""
-        c, w = self._config, self._weights
-        return reference.norm_linear_residual(
-            y,
-            z,
-            w.gated_norm,
-            Linear(w.out_proj),
-            residual,
-            groups=c.n_groups,
-            eps=c.layer_norm_epsilon,
-            role="step",
-        )
 
 
 def worst_row(out: Tensor, truth: Tensor) -> Tensor:
@@ -315,12 +267,10 @@ def check_peer(peer: Peer, layer: NemotronMamba2Layer) -> float:
     device = layer.plan.device
     pool = StatePool(layer.config, layers=1, slots=4, device=device)
     slots, states = pool.acquire(4), peer.states(4, torch.float32)
-    plain = ReferenceLayer(layer)
+    plain = layer.reference()
     for _ in range(3):
         hidden = torch.randn(4, layer.config.hidden_size, device=device).bfloat16()
-        with pool.step(Batch.decode(slots)) as step:
-            assert step.step is not None
-            truth = plain(hidden, step.step, pool)
+        truth = plain(hidden, Batch.decode(slots), pool)
         out = peer.step(0, hidden, states[0], rows=1)
     return worst_row(out, truth).item()
 
