@@ -21,7 +21,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from sides import Side, serve, take_turns
 
 ROOT = Path(__file__).parent.parent
 NANO_4B = {
@@ -116,69 +116,14 @@ def transformers_side(directory: Path) -> Callable[[int, int], float]:
     return run
 
 
-def serve(side: str, directory: Path, threads: int) -> None:
-    """Read cases from stdin, one JSON list a line, and answer each with its tokens per second."""
-    torch.set_num_threads(threads)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not look like an answer
-    with torch.inference_mode():
-        run = our_side(directory) if side == "nemotron_mamba2" else transformers_side(directory)
-        run(32, 1)
-        print("ready", file=answers, flush=True)
-        for line in sys.stdin:
-            print(run(*json.loads(line)), file=answers, flush=True)
-
-
 # both sides ---------------------------------------------------------------------------------------------------------
-
-
-class Side:
-    """A process that serves one side, with a thread here that watches its memory."""
-
-    def __init__(self, side: str, directory: Path, threads: int) -> None:
-        self.name = side
-        self.peak = {"RssAnon": 0, "VmHWM": 0}  # kB
-        command = [sys.executable, __file__, "--model", str(directory), "--threads", str(threads), "--serve", side]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        threading.Thread(target=self._watch, daemon=True).start()
-        if self._answer() != "ready":
-            raise SystemExit(f"{side}: did not start")
-
-    def run(self, case: tuple[int, int]) -> float:
-        assert self.process.stdin is not None
-        print(json.dumps(case), file=self.process.stdin, flush=True)
-        return float(self._answer())
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-    def _answer(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def _watch(self) -> None:
-        while self.process.poll() is None:
-            for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
-                key, _, value = line.partition(":")
-                if key in self.peak:
-                    self.peak[key] = max(self.peak[key], int(value.split()[0]))
-            time.sleep(0.02)
 
 
 def measure(directory: Path, rounds: int, threads: int) -> dict[str, Any]:
     """Tokens per second of every case, side and round, and peak memory in GB."""
-    sides = [Side(name, directory, threads) for name in SIDES]
-    speeds: dict[str, dict[str, list[float]]] = {case: {name: [] for name in SIDES} for case in CASES}
-    for i in range(rounds):
-        for case, shape in CASES.items():
-            for side in sides if i % 2 else sides[::-1]:
-                speeds[case][side.name].append(side.run(shape))
-            latest = {name: round(found[-1], 2) for name, found in speeds[case].items()}
-            print(f"round {i + 1} of {rounds}: {case}: {latest}", file=sys.stderr, flush=True)
-    for side in sides:
-        side.close()
+    arguments = ["--model", str(directory), "--threads", str(threads)]
+    sides = [Side(name, __file__, arguments) for name in SIDES]
+    speeds = take_turns(sides, CASES, rounds)
     memory = {side.name: {key: kb * 1024 / 1e9 for key, kb in side.peak.items()} for side in sides}
     return {"tokens_per_second": speeds, "peak_gb": memory}
 
@@ -234,7 +179,8 @@ def main() -> None:
     parser.add_argument("--serve", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve, args.model, args.threads)
+        load = our_side if args.serve == "nemotron_mamba2" else transformers_side
+        serve(lambda: load(args.model), args.threads)
         return
     about = machine(args.threads)
     with tempfile.TemporaryDirectory() as folder:

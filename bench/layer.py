@@ -1,12 +1,8 @@
-"""`nemotron-mamba2 bench layer` by another name, and what the other programs of this folder use of it."""
+"""`nemotron-mamba2 bench layer`, where the package is on the path but not installed."""
 
 import sys
 
-from nemotron_mamba2.bench.layer import random_layer
-from nemotron_mamba2.bench.records import SHAPES
 from nemotron_mamba2.cli import main
-
-__all__ = ["SHAPES", "random_layer"]
 
 if __name__ == "__main__":
     sys.exit(main(["bench", "layer", *sys.argv[1:]]))

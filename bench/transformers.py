@@ -19,7 +19,6 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +29,8 @@ from pathlib import Path
 from statistics import median
 from types import ModuleType
 from typing import Any
+
+from sides import Side, Speeds, serve, take_turns
 
 HERE = Path(__file__).resolve().parent
 SIDES = ("torch", "kernels", "accelerate")
@@ -112,70 +113,20 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def serve(side: str, directory: Path, *, device: str, threads: int) -> None:
-    """Read cases from stdin, one JSON list a line, and answer each with its tokens per second."""
-    import torch
-
-    torch.set_num_threads(threads)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not look like an answer
-    with torch.inference_mode():
-        run = load(side, directory, device)
-        run(32, 1)
-        print("ready", file=answers, flush=True)
-        for line in sys.stdin:
-            print(run(*json.loads(line)), file=answers, flush=True)
-
-
 # all sides ----------------------------------------------------------------------------------------------------------
-
-
-class Side:
-    """A process that serves one side."""
-
-    def __init__(self, name: str, directory: Path, *, device: str, threads: int) -> None:
-        self.name = name
-        command = [sys.executable, __file__, "--model", str(directory), "--device", device, "--threads", str(threads)]
-        self.process = subprocess.Popen(
-            [*command, "--serve", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        if self._answer() != "ready":
-            raise SystemExit(f"{name}: did not start")
-
-    def run(self, case: tuple[int, int]) -> float:
-        assert self.process.stdin is not None
-        print(json.dumps(case), file=self.process.stdin, flush=True)
-        return float(self._answer())
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-    def _answer(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
 
 
 def measure(
     directory: Path, names: list[str], cases: dict[str, tuple[int, int]], *, device: str, threads: int, rounds: int
-) -> dict[str, Any]:
-    """Tokens per second of every case, side and round. Each shape runs once before it counts."""
-    sides = [Side(name, directory, device=device, threads=threads) for name in names]
-    speeds: dict[str, dict[str, list[float]]] = {case: {name: [] for name in names} for case in cases}
-    for i in range(rounds + (device == "cuda")):
-        for case, shape in cases.items():
-            for side in sides if i % 2 else sides[::-1]:
-                speeds[case][side.name].append(side.run(shape))
-            latest = {name: round(found[-1], 2) for name, found in speeds[case].items()}
-            print(f"round {i + 1}: {case}: {latest}", file=sys.stderr, flush=True)
-    for side in sides:
-        side.close()
+) -> Speeds:
+    """Tokens per second of every case, side and round. On a GPU each shape runs once before it counts."""
+    arguments = ["--model", str(directory), "--device", device, "--threads", str(threads)]
     warm = int(device == "cuda")
+    speeds = take_turns([Side(name, __file__, arguments) for name in names], cases, rounds + warm)
     return {case: {name: found[warm:] for name, found in by_side.items()} for case, by_side in speeds.items()}
 
 
-def summary(speeds: dict[str, dict[str, list[float]]], device: str) -> list[dict[str, Any]]:
+def summary(speeds: Speeds, device: str) -> list[dict[str, Any]]:
     """One row per case: all sides, and the ratios of ours to the others."""
     rows = []
     for case, found in speeds.items():
@@ -212,7 +163,7 @@ def main() -> None:
     parser.add_argument("--serve", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve, args.model, device=args.device, threads=args.threads)
+        serve(lambda: load(args.serve, args.model, args.device), args.threads)
         return
     from cpu import machine, write_checkpoint  # bench/cpu.py
 

@@ -20,10 +20,11 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-from timing import captured, microseconds
 from torch import Tensor
 
 from nemotron_mamba2.batch import Batch, Step
+from nemotron_mamba2.bench.records import SHAPES
+from nemotron_mamba2.bench.timing import captured, microseconds
 from nemotron_mamba2.config import Mamba2Config
 from nemotron_mamba2.formats import FORMATS, Nvfp4, Plain, dequantize
 from nemotron_mamba2.ops import Linear, gpu, reference
@@ -37,13 +38,6 @@ LAYERS = 23
 TOLERANCE = 2.5e-3  # one rounding to bf16 is 1.7e-3
 SHARED_BYTES = 227 << 10
 CHAIN_ROWS = 16  # above, the step takes so long that products are timed alone
-SHAPES = {
-    "nano30b": Mamba2Config(2688, 64, 64, 8, 128),
-    "super120b": Mamba2Config(4096, 128, 64, 8, 128),
-    "nano4b": Mamba2Config(3136, 96, 80, 8, 128),
-    "9b-v2": Mamba2Config(4480, 128, 80, 8, 128),
-    "ultra550b": Mamba2Config(8192, 256, 64, 8, 128),
-}
 
 
 def candidates(format: str, rows: int) -> Iterator[Tiles]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nemotron_mamba2.batch import Batch
+from nemotron_mamba2.bench import records
 from nemotron_mamba2.config import Mamba2Config, Policy
 from nemotron_mamba2.formats import FORMATS, Plain, dequantize
 from nemotron_mamba2.layer import NemotronMamba2Layer
@@ -21,12 +22,7 @@ from nemotron_mamba2.weights import Mamba2Weights
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = {
-    "nano30b": Mamba2Config(2688, 64, 64, 8, 128),
-    "super120b": Mamba2Config(4096, 128, 64, 8, 128),
-    "nano4b": Mamba2Config(3136, 96, 80, 8, 128),
-    "9b-v2": Mamba2Config(4480, 128, 80, 8, 128),
-    "ultra550b": Mamba2Config(8192, 256, 64, 8, 128),
+SHAPES = records.SHAPES | {
     "state256": Mamba2Config(1024, 32, 64, 8, 256),
     "state96": Mamba2Config(1024, 16, 64, 2, 96),
 }
