@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .errors import ShapeError
 
-PIECE_ROWS = 8192  # most prompt rows that a layer runs at once: bounds its workspace, costs no speed
+PIECE_ROWS = 8192  # most prompt rows that a layer runs at once: bounds its workspace
 PIECE_UNIT = 64  # pieces end at multiples of this position: at chunk borders, where a split changes no bits
 
 Role: TypeAlias = Literal["prompt", "step"]

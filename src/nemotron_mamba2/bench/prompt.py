@@ -18,6 +18,8 @@ from ..batch import Batch, Rows, Step
 from ..config import Mamba2Config, Policy
 from ..formats import Fp8Tensor, Plain
 from ..layer import NemotronMamba2Layer
+from ..ops.gpu.conv import conv_cost
+from ..ops.gpu.scan import scan_cost
 from ..plan import make_plan
 from ..state import StatePool
 from .layer import Refused, random_layer, worst_row
@@ -113,8 +115,8 @@ def pieces(layer: NemotronMamba2Layer, case: PromptCase) -> dict[str, tuple[Piec
     y = layer.scan(wide, wide_dt, prompt, pool)
     state = pool.layer_state(0)
     moved = {
-        "conv": rows * (4 * c.conv_dim + 6 * c.mamba_num_heads),
-        "scan": rows * (2 * c.conv_dim + 4 * c.mamba_num_heads + 2 * c.d_inner) + case.sequences * state.ssm[0].nbytes,
+        "conv": conv_cost(state, rows)[0],
+        "scan": scan_cost(state, case.sequences, rows)[0],
         "gated_norm": rows * 6 * c.d_inner,
     }
     run: dict[str, Piece] = {

@@ -74,10 +74,10 @@ def conv(
     return out
 
 
-def conv_cost(state: LayerState, rows: int) -> tuple[int, int]:
+def conv_cost(state: LayerState, rows: int, taps: int = 4) -> tuple[int, int]:
     """(bytes, flops) of the convolution of `rows` new rows."""
     H, width = state.ssm.shape[1], state.ring_conv.shape[2]
-    return rows * (4 * width + 6 * H), rows * width * 2 * (state.ring_conv.shape[1] + 1)
+    return rows * (4 * width + 6 * H), rows * width * 2 * taps
 
 
 @cache
