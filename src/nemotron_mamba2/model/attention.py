@@ -47,7 +47,8 @@ class AttentionLayer:
         out = torch.empty_like(hidden)
         for role, rows in step.shares:
             mine = hidden[rows.slice]
-            torch.add(mine, self._attend(mine, rows, role, pages=pages), out=out[rows.slice])
+            found = self._attend(mine, rows, role, pages=pages)
+            self._ops.linear(found, self._linears["o_proj"], role, residual=mine, out=out[rows.slice])
         return out
 
     def _attend(self, hidden: Tensor, rows: Rows, role: Role, *, pages: PageTable) -> Tensor:
@@ -68,4 +69,4 @@ class AttentionLayer:
             reproducible=self.plan.reproducible,
             **scales,
         )
-        return ops.linear(found.flatten(1), linears["o_proj"], role)
+        return found.flatten(1)

@@ -37,5 +37,5 @@ class MlpLayer:
             wide = self._ops.norm_linear(
                 mine, self.weights.norm, self._up, eps=self.config.layer_norm_epsilon, role=role
             )
-            torch.add(mine, self._ops.linear(wide.relu_().square_(), self._down, role), out=out[rows.slice])
+            self._ops.linear(wide.relu_().square_(), self._down, role, residual=mine, out=out[rows.slice])
         return out

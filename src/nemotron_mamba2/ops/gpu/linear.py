@@ -40,13 +40,18 @@ def norm_linear(
     return _prompt(hidden, weight, norm_weight=norm_weight, eps=eps, out=out)
 
 
-def linear(x: Tensor, linear: Linear, role: Role, *, out: Tensor | None = None) -> Tensor:
-    """As `ops.reference.linear`; x: bf16, or fp32 for an fp32 result (logits), which the reference gives."""
+def linear(
+    x: Tensor, linear: Linear, role: Role, *, residual: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """As `ops.reference.linear`; x: bf16, or fp32 for an fp32 result (logits), which the reference gives. Step rows
+    round once, after the residual is added."""
     if x.dtype == torch.float32 or unserved(linear.weight):
-        return reference.linear(x, linear, role, out=out)
+        return reference.linear(x, linear, role, residual=residual, out=out)
     if role == "step":
-        return _step(x, linear, norm=0, out=out)
-    return _prompt(x, linear, out=out)
+        return _step(x, linear, norm=0, residual=residual, out=out)
+    if residual is None:
+        return _prompt(x, linear, out=out)
+    return torch.add(residual, _prompt(x, linear), out=out)
 
 
 def norm_linear_residual(

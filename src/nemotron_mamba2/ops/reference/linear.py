@@ -45,10 +45,12 @@ def rms_norm(
     return _store((parts * scale).flatten(-2) * weight, x.dtype, out)
 
 
-def linear(x: Tensor, linear: Linear, role: Role, *, out: Tensor | None = None) -> Tensor:
-    """x · Wᵀ for a weight of any format.
+def linear(
+    x: Tensor, linear: Linear, role: Role, *, residual: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """x · Wᵀ (+ residual) for a weight of any format.
 
-    x: bf16 or fp32 [T, in]. Returns: [T, out] in the dtype of x. Raises: ShapeError.
+    x: bf16 or fp32 [T, in]. residual: [T, out]. Returns: [T, out] in the dtype of x. Raises: ShapeError.
     """
     rows_out, columns = linear.weight.shape
     if x.dim() != 2 or x.shape[1] != columns:
@@ -65,6 +67,8 @@ def linear(x: Tensor, linear: Linear, role: Role, *, out: Tensor | None = None) 
         y = _tiled(run, codes, role, linear.reproducible).mul_(scale)
     else:
         y = _tiled(run, x, role, linear.reproducible)
+    if residual is not None:
+        y = residual.float() + y.to(x.dtype).float()
     return _store(y, x.dtype, out)
 
 
@@ -95,7 +99,7 @@ def norm_linear_residual(
     y, z: [T, d_inner]. norm_weight: fp32 [d_inner]. residual: [T, hidden]. Returns: [T, hidden] in residual's dtype.
     """
     normed = rms_norm(y, norm_weight, eps=eps, groups=groups, gate=z)
-    return _store(residual.float() + linear(normed, weight, role).float(), residual.dtype, out)
+    return linear(normed, weight, role, residual=residual, out=out)
 
 
 def silu(x: Tensor) -> Tensor:
