@@ -77,6 +77,16 @@ def test_products_do_not_spill(format: str, rows_out: int, columns: int, rows: i
     assert unspilt(used), used
 
 
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("format", ["bf16", "nvfp4"])
+def test_products_with_fp32_results_do_not_spill(format: str, rows: int, tmp_path: Path) -> None:
+    tile, count = tiles.choose(format, 131072, 2688, rows, hopper=True), tiles.slices(131072, 2688)
+    for cut in {tile, tiles.Many(2, 2, 2, 4, 2)}:
+        constants = tiles.defines(format, 2688, count, cut, out32=True)
+        image = nvrtc.compile_cubin(tiles.source(cut)[0], constants, "sm_90" + "a" * isinstance(cut, Wide))
+        assert unspilt(usage(image, tmp_path))
+
+
 MEASURED = [
     (format, rows_out, columns, tile)
     for (format, rows_out, columns), cuts in tiles._measured().items()

@@ -8,6 +8,7 @@
 //   MT, NT   tiles of 16 weight rows and of 8 tokens that a warp holds        WM   warps side by side over weight rows
 //   S        slices of K, one warp each                                      DEPTH chunks of weights in flight per warp
 //   AHEAD    chunks beyond them that are asked to come to L2 before the kernel waits for its tokens
+//   OUT32    y is fp32, the sums as they are; else bf16
 //
 // NORM   0 x is read as it is · 1 RMSNorm of x · 2 RMSNorm over groups of x·silu(z)         (1, 2: the block norms its
 //        rows into shared memory, by the same function as `norm_rows`)
@@ -86,6 +87,7 @@ extern "C" __global__ __launch_bounds__(WARPS * 32) void linear(
     if (FORMAT == 2) factor = scale[n];
     v *= factor;
     if (RESIDUAL) v += widen(residual[(token0 + m) * ldr + n]);
-    y[(token0 + m) * ldy + n] = narrow(v);
+    if (OUT32) ((float*)y)[(token0 + m) * ldy + n] = v;
+    else y[(token0 + m) * ldy + n] = narrow(v);
   }
 }

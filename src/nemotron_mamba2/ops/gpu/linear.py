@@ -43,8 +43,8 @@ def norm_linear(
 def linear(
     x: Tensor, linear: Linear, role: Role, *, residual: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """As `ops.reference.linear`; x: bf16, or fp32 for an fp32 result (logits), which the reference gives. Step rows
-    round once, after the residual is added."""
+    """As `ops.reference.linear`; x: bf16, or fp32 for an fp32 product, which the reference gives. Step rows round
+    once, after the residual is added, or not at all into an fp32 `out`."""
     if x.dtype == torch.float32 or unserved(linear.weight):
         return reference.linear(x, linear, role, residual=residual, out=out)
     if role == "step":
@@ -224,7 +224,16 @@ def product(
     kernel = _kernel(
         x.device.index,
         tile,
-        defines(format, columns, slice_count, tile, norm, groups=groups if norm else 1, residual=residual is not None),
+        defines(
+            format,
+            columns,
+            slice_count,
+            tile,
+            norm,
+            groups=groups if norm else 1,
+            residual=residual is not None,
+            out32=y.dtype == torch.float32,
+        ),
         shared,
     )
     codes, block_scales, scale = _operands(linear)

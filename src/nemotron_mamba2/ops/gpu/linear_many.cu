@@ -89,8 +89,10 @@ extern "C" __global__ __launch_bounds__(THREADS) void linear_many(
         if (column >= N || m >= M) continue;
         float v = total[i][n][r] * (FORMAT == 2 ? scale[column] : factor);
         if (RESIDUAL) v += widen(residual[(token0 + m) * ldr + column]);
-        sums[m * PITCH + row] = narrow(v);
+        if (OUT32) ((float*)y)[(token0 + m) * ldy + column] = v;
+        else sums[m * PITCH + row] = narrow(v);
       }
+  if (OUT32) return;
   __syncthreads();
   for (int e = threadIdx.x; e < TOKENS * (ROWS / 2); e += THREADS) {
     int m = e / (ROWS / 2), row = e % (ROWS / 2) * 2, column = blockIdx.x * ROWS + row;

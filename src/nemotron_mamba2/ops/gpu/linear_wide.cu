@@ -186,7 +186,8 @@ extern "C" __global__ __cluster_dims__(CL, 1, 1) __launch_bounds__(THREADS) void
       v.x += low(r);
       v.y += high(r);
     }
-    *(u32*)(y + m * ldy + column) = narrow2(v.x, v.y);
+    if (OUT32) *(float2*)((float*)y + m * ldy + column) = v;
+    else *(u32*)(y + m * ldy + column) = narrow2(v.x, v.y);
   }
   if (CL > 1) cluster_sync();  // none leaves while another reads its sums
 }

@@ -179,9 +179,17 @@ def _measured() -> dict[tuple[str, int, int], tuple[tuple[int, Tiles], ...]]:
 
 
 def defines(
-    format: str, columns: int, slice_count: int, tile: Tiles, norm: int = 0, *, groups: int = 1, residual: bool = False
+    format: str,
+    columns: int,
+    slice_count: int,
+    tile: Tiles,
+    norm: int = 0,
+    *,
+    groups: int = 1,
+    residual: bool = False,
+    out32: bool = False,
 ) -> Defines:
-    """The compile-time constants of a variant."""
+    """The compile-time constants of a variant. out32: the result is fp32."""
     sizes = {field.name: getattr(tile, field.name) for field in fields(tile)}
     if isinstance(tile, Wide):
         sizes |= {"MT": 1, "NT": 1}
@@ -196,6 +204,7 @@ def defines(
         ("GROUP", grouped(slice_count)),
         *sizes.items(),
         ("RESIDUAL", int(residual)),
+        ("OUT32", int(out32)),
     )
 
 

@@ -50,8 +50,11 @@ def linear(
 ) -> Tensor:
     """x · Wᵀ (+ residual) for a weight of any format.
 
-    x: bf16 or fp32 [T, in]. residual: [T, out]. Returns: [T, out] in the dtype of x. Raises: ShapeError.
+    x: bf16 or fp32 [T, in]. residual: [T, out]. out: in the dtype of x, or fp32 to keep the sums unrounded. Returns:
+    [T, out] in the dtype of x, or out. Raises: ShapeError.
     """
+    if out is not None and out.dtype == torch.float32:
+        x = x.float()
     rows_out, columns = linear.weight.shape
     if x.dim() != 2 or x.shape[1] != columns:
         raise ShapeError(f"linear: weight [{rows_out}, {columns}] needs x [rows, {columns}], found {list(x.shape)}")
