@@ -78,7 +78,7 @@ class NemotronH:
         hidden = torch.empty(len(tokens), self.config.hidden_size, dtype=self.dtype, device=self.device)
         done = [0] * len(batch.slots)
         for piece in pieces:
-            rows = slice(None) if len(pieces) == 1 else _rows_of_piece(batch, piece, done)
+            rows = slice(None) if len(pieces) == 1 else _rows_of_piece(batch, piece, done, hidden.device)
             with caches.step(piece) as opened:
                 hidden[rows] = self.hidden_states(tokens[rows], opened)
             caches.keep_snapshots(batch)
@@ -93,14 +93,17 @@ class NemotronH:
         """
         hooks = [layer.host_step for layer in self.layers if layer.host_step is not None]
         with host_steps(hooks, opened.step):
-            hidden = self.embed(tokens)
-            for layer in self.layers:
-                if isinstance(layer, NemotronMamba2Layer):
-                    hidden = layer(hidden, opened.step, opened.state)
-                elif isinstance(layer, AttentionLayer):
-                    hidden = layer(hidden, opened.step, opened.table)
-                else:
-                    hidden = layer(hidden, opened.step)
+            return self.run_layers(self.embed(tokens), opened)
+
+    def run_layers(self, hidden: Tensor, opened: CacheStep) -> Tensor:
+        """All layers over embedded rows, without host work around them: what a graph captures. [T, hidden] → same."""
+        for layer in self.layers:
+            if isinstance(layer, NemotronMamba2Layer):
+                hidden = layer(hidden, opened.step, opened.state)
+            elif isinstance(layer, AttentionLayer):
+                hidden = layer(hidden, opened.step, opened.table)
+            else:
+                hidden = layer(hidden, opened.step)
         return hidden
 
     def draft(
@@ -132,8 +135,8 @@ class NemotronH:
 
     def logits(self, normed: Tensor) -> Tensor:
         """lm_head over any rows: [T, hidden] → fp32 [T, vocab]. Each row counts as a step row."""
-        # On a CPU the product upcasts blocks of the weight. On AVX2, 32768 × 3136: 35 ms against 22 for a product rounded
-        # to bf16 at one row, 71 against 156 at eight.
+        # On a CPU the product upcasts blocks of the weight. On AVX2, 32768 × 3136: 35 ms against 22 for a product
+        # rounded to bf16 at one row, 71 against 156 at eight.
         out = torch.empty(len(normed), self.config.vocab_size, dtype=torch.float32, device=normed.device)
         found: Tensor = self._ops.linear(normed, self._lm_head, "step", out=out)
         return found
@@ -166,14 +169,21 @@ def pick_rows(hidden: Tensor, batch: Batch, which: LogitsRows) -> Tensor:
     if which == "last":
         ends = [sum(batch.rows[: i + 1]) for i in range(len(batch.rows))]
         which = [end - 1 for end, count in zip(ends, batch.rows, strict=True) if count]
-    return hidden[torch.tensor(which, dtype=torch.int64, device=hidden.device)]
+    if list(which) == list(range(len(hidden))):
+        return hidden
+    return hidden[_on_device(which, hidden.device)]
 
 
-def _rows_of_piece(batch: Batch, piece: Batch, done: Sequence[int]) -> Tensor:
+def _rows_of_piece(batch: Batch, piece: Batch, done: Sequence[int], device: torch.device) -> Tensor:
     """Rows of the batch that a piece of it runs, when so many rows of each sequence are done."""
     starts = [sum(batch.rows[:i]) for i in range(len(batch.rows))]
     pairs = zip(starts, done, piece.rows, strict=True)
-    return torch.tensor([s + d + j for s, d, count in pairs for j in range(count)], dtype=torch.int64)
+    return _on_device([s + d + j for s, d, count in pairs for j in range(count)], device)
+
+
+def _on_device(rows: Sequence[int], device: torch.device) -> Tensor:
+    """Row indices, int64 [·], by a copy that does not wait for the device."""
+    return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)
