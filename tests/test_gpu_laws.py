@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nemotron_mamba2.batch import Batch
+from nemotron_mamba2.errors import ShapeError
 from nemotron_mamba2.formats import FORMATS
 from nemotron_mamba2.layer import NemotronMamba2Layer
 from nemotron_mamba2.state import STATE_DTYPES, StatePool
@@ -161,3 +162,11 @@ def test_strided_inputs_give_the_bits_of_contiguous_ones(format: str, count: int
             batch = Batch.decode(slots) if role == "step" else Batch.prefill(slots[:1], [count])
             outs.append(layer(hidden, batch, pool))
         assert all(same_bits(out, outs[0]) for out in outs[1:]), role
+
+
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_step_outputs_at_odd_addresses_are_refused(count: int) -> None:
+    layer, hidden = make_layer("bf16"), rows(count)
+    wide = torch.empty(count, NANO.in_proj_rows + 8, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(ShapeError, match="out"):
+        layer.project_in(hidden, "step", out=wide[:, 3 : 3 + NANO.in_proj_rows])

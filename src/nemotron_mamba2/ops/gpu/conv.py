@@ -15,7 +15,7 @@ from ...errors import ShapeError
 from .. import LayerState
 from ..reference import scan_rows
 from . import nvrtc
-from .nvrtc import argument, rows16
+from .nvrtc import argument, expect_rows16, rows16
 
 THREADS, BLOCKS, STEP = 128, 4, 8  # threads of a block, blocks of a multiprocessor, rows in flight (measured)
 VEC = 4  # channels of a thread: with 8, taps and window alone take 100 registers
@@ -51,8 +51,9 @@ def conv(
     if not rows.total_rows:
         return out
     xbc = rows16(xbc)
-    if rows16(wide) is not wide or wide_dt.stride(-1) != 1:
-        raise ShapeError("conv: out needs a unit inner stride and rows that begin at multiples of 16 bytes")
+    expect_rows16(wide)
+    if wide_dt.stride(-1) != 1:
+        raise ShapeError("conv: out's dt needs a unit inner stride")
     dt = dt if dt.stride(-1) == 1 else dt.contiguous()
     shape = (("H", H), ("P", P), ("G", state.ring_B.shape[2]), ("N", N), ("W", state.window_rows))
     rings = (("R", state.ring_dt.shape[1]), ("KR", state.ring_conv.shape[1]), ("KW", weight.shape[1]))

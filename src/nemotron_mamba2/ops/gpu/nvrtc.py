@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...config import cache_dir
-from ...errors import NoKernel
+from ...errors import NoKernel, ShapeError
 
 NVRTC_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "nvrtc64_130_0.dll", "nvrtc64_120_0.dll")
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -182,7 +182,16 @@ def _check(status: int, call: str) -> None:
 def rows16(x: Tensor) -> Tensor:
     """x with unit inner stride and rows that begin at multiples of 16 bytes."""
     aligned = x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return x if aligned else x.contiguous()
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)  # a single row counts as contiguous
+
+
+def expect_rows16(out: Tensor) -> None:
+    """Raises ShapeError for an output whose rows do not begin at multiples of 16 bytes: the kernels store so much."""
+    if rows16(out) is not out:
+        raise ShapeError(
+            f"out: expected unit inner stride and rows at multiples of 16 bytes, found strides {list(out.stride())} "
+            f"from address {out.data_ptr() % 16} mod 16; pass another one, or none"
+        )
 
 
 def argument(value: Tensor | int | float | None) -> ctypes._SimpleCData[Any]:

@@ -18,7 +18,7 @@ from ...batch import Rows
 from ...errors import ShapeError
 from .. import LayerState
 from . import nvrtc
-from .nvrtc import argument, rows16
+from .nvrtc import argument, expect_rows16, rows16
 from .step import STATE_CODES, state_key
 from .wgmma import wgmma
 
@@ -50,8 +50,7 @@ def scan(
     if not rows.total_rows:
         return out
     xbc = rows16(xbc)
-    if out.stride(-1) != 1 or out.stride(0) % 2:
-        raise ShapeError("scan: out needs a unit inner stride and rows that begin at multiples of 4 bytes")
+    expect_rows16(out)
     how = cut(H, P, N, len(rows.slots), xbc.device)
     shape = (("H", H), ("P", P), ("G", state.ring_B.shape[2]), ("N", N), ("W", W))
     flags = (("STATE", STATE_CODES[state.ssm.dtype]), ("ROUND", int(reproducible)))

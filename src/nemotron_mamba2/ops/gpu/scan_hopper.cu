@@ -33,7 +33,7 @@ struct Shared {
   float weight[4][Q];  // exp(c_end − c_q) · dt_q, of each warp of the first group
   unsigned long long loaded[STAGES], full[STAGES], empty[STAGES], ready[OUTPUTS], free[OUTPUTS];
 };
-static_assert(__builtin_offsetof(Shared, free) + sizeof(Shared::free) == SHARED_BYTES, "scan.py: shared_bytes");
+static_assert(sizeof(Shared) == (SHARED_BYTES + alignof(Shared) - 1) / alignof(Shared) * alignof(Shared), "scan.py: shared_bytes");
 
 DEVICE u32 barrier(const unsigned long long& b) { return address(&b); }
 DEVICE void show_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
