@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -183,23 +184,37 @@ def _recurrence(layer: NemotronMamba2Layer, xbc: Tensor, dt: Tensor, rows: Rows,
 
 
 def peer_pieces(layer: NemotronMamba2Layer, case: PromptCase, say: Callable[[str], None]) -> dict[str, Piece]:
-    """mamba_ssm's chunk scan and gated norm and, for bf16 weights, a layer of them and cuBLAS *without* a convolution
-    (mamba_ssm has none but in compiled code); {} when it is not installed."""
+    """mamba_ssm's chunk scan and gated norm, causal-conv1d where it is installed and, for bf16 weights, a layer of them
+    and cuBLAS, without causal-conv1d *without* a convolution; {} when mamba_ssm is not installed."""
     try:
         chunk_scan, norm = mamba_ssm(CHUNK_SCAN).mamba_chunk_scan_combined, mamba_ssm(GATED_NORM).rmsnorm_fn
     except ImportError as failure:
         say(f"{case.words}: mamba_ssm did not run: {failure}")
         return {}
+    try:
+        convolve = import_module("causal_conv1d").causal_conv1d_fn
+    except ImportError:
+        convolve = None
+        say(f"{case.words}: mamba_ssm runs without a convolution: causal-conv1d is not installed")
     c, w, rows = layer.config, layer.weights, case.tokens * case.sequences
     H, P, G, N = c.mamba_num_heads, c.mamba_head_dim, c.n_groups, c.ssm_state_size
     hidden = torch.randn(rows, c.hidden_size, device=layer.plan.device).bfloat16()
     projected = torch.randn(rows, c.in_proj_rows, device=hidden.device).bfloat16()
     A, gain, norm_weight = -w.A_log.exp(), w.gated_norm.bfloat16(), w.norm.bfloat16()
+    taps, conv_bias = w.conv1d_weight.bfloat16(), None if w.conv1d_bias is None else w.conv1d_bias.bfloat16()
 
-    def scan(projected: Tensor) -> Tensor:
-        parts = projected.view(case.sequences, case.tokens, -1).split([H * P, H * P, G * N, G * N, H], -1)
-        x, B, C = parts[1].unflatten(-1, (H, P)), parts[2].unflatten(-1, (G, N)), parts[3].unflatten(-1, (G, N))
-        found: Tensor = chunk_scan(x, parts[4], A, B, C, 256, D=w.D, dt_bias=w.dt_bias, dt_softplus=True)
+    def conv(projected: Tensor) -> Tensor:
+        raw = projected[:, c.d_inner : c.d_inner + c.conv_dim].view(case.sequences, case.tokens, -1)
+        if convolve is None:
+            return raw
+        found: Tensor = convolve(raw.transpose(1, 2), taps, conv_bias, activation="silu")
+        return found.transpose(1, 2)
+
+    def scan(xbc: Tensor, projected: Tensor) -> Tensor:
+        x, B, C = xbc.split([H * P, G * N, G * N], -1)
+        dt = projected[:, -H:].view(case.sequences, case.tokens, H)
+        x, B, C = x.unflatten(-1, (H, P)), B.unflatten(-1, (G, N)), C.unflatten(-1, (G, N))
+        found: Tensor = chunk_scan(x, dt, A, B, C, 256, D=w.D, dt_bias=w.dt_bias, dt_softplus=True)
         return found.view(rows, c.d_inner)
 
     def gated(y: Tensor, z: Tensor) -> Tensor:
@@ -210,10 +225,14 @@ def peer_pieces(layer: NemotronMamba2Layer, case: PromptCase, say: Callable[[str
     def whole(in_proj: Tensor, out_proj: Tensor) -> Tensor:
         normed = torch.nn.functional.rms_norm(hidden, (c.hidden_size,), norm_weight, c.layer_norm_epsilon)
         projected = normed @ in_proj.T
-        return torch.addmm(hidden, gated(scan(projected), projected[:, : c.d_inner]), out_proj.T)
+        return torch.addmm(hidden, gated(scan(conv(projected), projected), projected[:, : c.d_inner]), out_proj.T)
 
-    y, z = scan(projected), projected[:, : c.d_inner]
-    found: dict[str, Piece] = {"scan": lambda: scan(projected), "gated_norm": lambda: gated(y, z)}
+    xbc, z = conv(projected), projected[:, : c.d_inner]
+    y = scan(xbc, projected)
+    found: dict[str, Piece] = {"scan": lambda: scan(xbc, projected), "gated_norm": lambda: gated(y, z)}
+    if convolve is not None:
+        found["conv"] = lambda: conv(projected)
+        found["conv_scan_norm"] = lambda: gated(scan(conv(projected), projected), z)
     matrices = (w.in_proj, w.out_proj)
     if all(isinstance(matrix, Plain) for matrix in matrices):
         found["layer"] = lambda: whole(*(matrix.weight for matrix in matrices if isinstance(matrix, Plain)))
