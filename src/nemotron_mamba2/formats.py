@@ -189,6 +189,13 @@ def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     return values.mul_(scale).to(dtype)
 
 
+def give_back(weight: Nvfp4) -> None:
+    """Let go of the codes and block scales of a weight that is kept in another order: both move to the meta device, so
+    shape, format and bytes stay known, and whoever still reads the values is refused."""
+    for name in ("weight", "scale"):
+        object.__setattr__(weight, name, getattr(weight, name).to("meta"))
+
+
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """uint8 [..., n], two e2m1 codes a byte, low nibble first → fp32 [..., 2n]."""
     values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=packed.device)

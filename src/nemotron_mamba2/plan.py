@@ -6,6 +6,9 @@ token; `explain` prints the table. The scheduler reads what a layer can do from 
 On the reference back end a bf16 weight is used as it lies in the file. A quantised weight gets a copy in the activation
 dtype when memory allows, because steps of few rows would otherwise dequantise it every time; prompt rows dequantise in
 blocks, so they need no copy.
+
+On a GPU NVFP4 is repacked once. A single layer keeps the checkpoint's weight beside it; a whole model gives it back
+(`formats.give_back`), matrix by matrix as its layers are made: its weights then hold shapes and tensor scales only.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 from .batch import Step
 from .config import LETTERS, LayerConfig, Mamba2Config, ModelConfig, Policy
 from .errors import NoKernel
-from .formats import Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight, dequantize
+from .formats import Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight, dequantize, give_back
 from .ops import Linear, Quantization, backend
 from .weights import LayerWeights, LooseWeights, ModelWeights
 
@@ -51,15 +54,23 @@ class Plan:
     upcast: bool
     reproducible: bool
     linears: tuple[LinearPlan, ...]
+    gives_back: bool = False
 
     @property
     def copy_bytes(self) -> int:
         return sum(linear.copy_bytes for linear in self.linears)
 
     def prepare(self, weights: LayerWeights | LooseWeights) -> dict[str, Linear]:
-        """The layer's projections, ready to run: copies are made here."""
+        """The layer's projections, ready to run: copies are made here. gives_back: and what is repacked is let go."""
         found = dict(weights.projections())
-        return {plan.name: self._prepare(plan, found[plan.name]) for plan in self.linears}
+        ready = {}
+        for plan in self.linears:
+            weight = found[plan.name]
+            ready[plan.name] = self._prepare(plan, weight)
+            shared = sum(other is weight for other in found.values()) > 1  # tied embeddings
+            if self.gives_back and plan.copy == "packed" and isinstance(weight, Nvfp4) and not shared:
+                give_back(weight)
+        return ready
 
     def _prepare(self, plan: LinearPlan, weight: Weight) -> Linear:
         ops = backend(self.device)
@@ -153,7 +164,10 @@ def plan_model(
     device: torch.device | str,
     dtype: torch.dtype | None = None,
 ) -> ModelPlan:
-    """Decide how a whole model runs; the memory budget goes to its layers in order. Raises: NoKernel."""
+    """Decide how a whole model runs; the memory budget goes to its layers in order. Raises: NoKernel.
+
+    On a GPU, making the model gives back the weights that it repacks: they serve no second model.
+    """
     device, dtype = torch.device(device), dtype or config.dtype
     for layer in (*config.layers, *config.mtp_layers):
         _check_mixer(layer, device)
@@ -170,7 +184,7 @@ def plan_model(
         for c, w in zip((*config.layers, *config.mtp_layers), (*weights.layers, *mtp_layers), strict=False)
     ]
     for kind, projections in parts:
-        plans.append(_plan(kind, projections, policy, device, dtype, left))
+        plans.append(_plan(kind, projections, policy, device, dtype, left, gives_back=device.type == "cuda"))
         left -= plans[-1].copy_bytes
     count = len(weights.layers)
     return ModelPlan(tuple(plans[1 : count + 1]), plans[0], tuple(plans[count + 1 :]), weight_bytes, budget)
@@ -190,6 +204,8 @@ def _plan(
     device: torch.device,
     dtype: torch.dtype,
     budget_bytes: int,
+    *,
+    gives_back: bool = False,
 ) -> Plan:
     allowed = (torch.bfloat16,) if device.type == "cuda" else (torch.bfloat16, torch.float32)
     if dtype not in allowed:
@@ -199,6 +215,8 @@ def _plan(
     linears = []
     for name, weight in projections:
         linear = _plan_linear(name, weight, policy, device, dtype)
+        if gives_back and linear.copy == "packed":
+            linear = replace(linear, copy_bytes=linear.copy_bytes - weight.nbytes)
         if linear.copy == "packed" and linear.copy_bytes > budget_bytes:
             raise NoKernel(
                 f"plan: {name} needs {_size(linear.copy_bytes)} for its repacked copy, {_size(budget_bytes)} are left"
@@ -210,16 +228,18 @@ def _plan(
         budget_bytes -= linear.copy_bytes
         linears.append(linear)
     name = "gpu" if device.type == "cuda" else "reference"
-    return Plan(kind, device, dtype, name, upcast, policy.reproducible, tuple(linears))
+    return Plan(kind, device, dtype, name, upcast, policy.reproducible, tuple(linears), gives_back)
 
 
 def _plan_linear(name: str, weight: Weight, policy: Policy, device: torch.device, dtype: torch.dtype) -> LinearPlan:
     elements = torch.Size(weight.shape).numel()
     copy = "none" if isinstance(weight, Plain) and weight.weight.dtype == dtype else _name(dtype)
     why = ""
-    if device.type == "cuda" and len(weight.shape) == 2:
+    if device.type == "cuda":
         why = backend(device).unserved(weight)
-        if not why:
+        if name == "embeddings":  # its rows are read, nothing is multiplied by it
+            copy, why = "none", ""
+        elif not why:
             copy = "packed" if isinstance(weight, Nvfp4) else "none"
     copy_bytes = {"none": 0, "packed": weight.nbytes}.get(copy, elements * dtype.itemsize)
     prompt: Quantization = "none"

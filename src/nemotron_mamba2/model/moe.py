@@ -12,7 +12,7 @@ from torch import Tensor
 from ..batch import Role, Step
 from ..config import MoeConfig
 from ..formats import Plain
-from ..ops import Linear, backend
+from ..ops import Linear, Mixture, backend
 from ..plan import Capabilities, HostStep, Plan
 from ..weights import MoeWeights
 from .shapes import check_shapes
@@ -32,14 +32,25 @@ class MoeLayer:
         self._ops = backend(plan.device)
         self._linears = plan.prepare(weights)
         self._gate = Linear(Plain(weights.gate), upcast=plan.upcast, reproducible=plan.reproducible)
+        self._mixture = self._parts()
+        self._fused = plan.device.type == "cuda" and not self._ops.unserved_mixture(self._mixture, config)
 
     def __call__(self, hidden: Tensor, step: Step) -> Tensor:
         """Run the layer over every row of a step. hidden: [T, hidden] in the plan's dtype. Returns: the same shape."""
         out = torch.empty_like(hidden)
         for role, rows in step.shares:
             mine = hidden[rows.slice]
-            out[rows.slice] = mine.float() + self._mix(mine, role)
+            if self._fused and role == "step":
+                self._ops.mixture(mine, self._mixture, config=self.config, out=out[rows.slice])
+            else:
+                out[rows.slice] = mine.float() + self._mix(mine, role)
         return out
+
+    def _parts(self) -> Mixture:
+        names = {"up": "experts_up", "down": "experts_down", "fc1": "fc1_latent_proj", "fc2": "fc2_latent_proj"}
+        names |= {name: name for name in ("shared_up", "shared_down")}
+        parts = {part: self._linears[name] for part, name in names.items() if name in self._linears}
+        return Mixture(self.weights.norm, self._gate, self.weights.e_score_correction_bias, **parts)
 
     def _mix(self, hidden: Tensor, role: Role) -> Tensor:
         """fp32 [T, hidden], what the layer adds to the residual."""

@@ -1,7 +1,8 @@
 """NVIDIA GPU back end: the names and signatures of `ops.reference`, served by kernels.
 
 Step rows run CUDA C++ that NVRTC compiles at run time: `linear.cu`, `linear_wide.cu` (Hopper) and `linear_many.cu` for
-products of every format (norms fused in at one row), `step.cu` for convolution and recurrence. Prompt rows: `conv.cu`
+products of every format (norms fused in at one row), also over stacks of experts (`moe.cu` sorts rows and chooses),
+`step.cu` for convolution and recurrence. Prompt rows: `conv.cu`
 and `scan.cu`; products on cuBLAS, with casts and dequantised weights from `cast.cu` and `dequantize.cu`. What has no
 kernel here is the reference's own, which torch runs on the device.
 """
@@ -10,13 +11,12 @@ from ..reference import (
     CHUNK_ROWS,
     attention,
     quantize,
-    route,
-    routed_experts,
     scan_rows,
     store_kv,
 )
 from .conv import conv
 from .linear import linear, norm_linear, norm_linear_residual, pack, rms_norm, unserved
+from .moe import mixture, route, routed_experts, unserved_mixture
 from .scan import scan, unserved_mixer
 from .step import step
 
@@ -25,6 +25,7 @@ __all__ = [
     "attention",
     "conv",
     "linear",
+    "mixture",
     "norm_linear",
     "norm_linear_residual",
     "pack",
@@ -38,4 +39,5 @@ __all__ = [
     "store_kv",
     "unserved",
     "unserved_mixer",
+    "unserved_mixture",
 ]

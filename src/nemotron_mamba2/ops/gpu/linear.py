@@ -12,6 +12,7 @@ Prompt rows run on cuBLAS (`prompt.py`); under `reproducible` on the kernels of 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -22,11 +23,36 @@ from ...errors import ShapeError
 from ...formats import Nvfp4, Plain, Weight
 from .. import Linear, reference
 from . import nvrtc, prompt
-from .nvrtc import argument, rows16
-from .tiles import INPUTS_PER_CHUNK, ROWS_PER_TILE, Defines, Tiles, Wide, choose, defines, slices, source
+from .nvrtc import argument, expect_rows16, rows16
+from .tiles import INPUTS_PER_CHUNK, ROWS_PER_TILE, Defines, Few, Tiles, Wide, choose, defines, slices, source
 
 FUSED_ROWS = 1  # above, norming once beats norming in every block (measured)
 FUSED_SHARED_BYTES = 96 << 10
+PACKED_AT_ONCE = 8 << 20  # weights: some 40 bytes each on the way
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Rows that share a matrix of a stack, so many at most in a group.
+
+    table: int32 [most + 1, 4]; first how many groups there are, then matrix, first place and count of each. order:
+    int32 [rows], the row of y at every place. most: groups that there may be. tokens: rows of a group at most, as many
+    as a tile takes.
+    """
+
+    table: Tensor
+    order: Tensor
+    most: int
+    tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """Rows to add to a product: found bf16 [rows · count, out], worth fp32 [rows, count] or None (all 1)."""
+
+    found: Tensor
+    count: int
+    worth: Tensor | None = None
 
 
 def norm_linear(
@@ -36,7 +62,7 @@ def norm_linear(
     if unserved(weight.weight):
         return reference.norm_linear(hidden, norm_weight, weight, eps=eps, role=role, out=out)
     if role == "step":
-        return _step(hidden, weight, norm=1, norm_weight=norm_weight, eps=eps, out=out)
+        return step_linear(hidden, weight, norm=1, norm_weight=norm_weight, eps=eps, out=out)
     return _prompt(hidden, weight, norm_weight=norm_weight, eps=eps, out=out)
 
 
@@ -48,7 +74,7 @@ def linear(
     if x.dtype == torch.float32 or unserved(linear.weight):
         return reference.linear(x, linear, role, residual=residual, out=out)
     if role == "step":
-        return _step(x, linear, norm=0, residual=residual, out=out)
+        return step_linear(x, linear, norm=0, residual=residual, out=out)
     if residual is None:
         return _prompt(x, linear, out=out)
     return torch.add(residual, _prompt(x, linear), out=out)
@@ -72,7 +98,7 @@ def norm_linear_residual(
             y, z, norm_weight, weight, residual, groups=groups, eps=eps, role=role, out=out
         )
     if role == "step":
-        return _step(
+        return step_linear(
             y, weight, norm=2, z=z, norm_weight=norm_weight, groups=groups, eps=eps, residual=residual, out=out
         )
     product = _prompt(y, weight, norm_weight=norm_weight, groups=groups, eps=eps, gate=z)
@@ -91,7 +117,9 @@ def _norm(
 ) -> Tensor:
     x, gate = rows16(x), None if gate is None else rows16(gate)
     rows, width = x.shape
-    out = torch.empty(rows, width, dtype=x.dtype, device=x.device) if out is None else out
+    if out is None:
+        out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    expect_rows16(out)
     if not rows:
         return out
     kernel = _norm_kernel(x.device.index, width, groups, gate is not None, order)
@@ -102,16 +130,31 @@ def _norm(
 
 
 def pack(weight: Nvfp4) -> tuple[Tensor, Tensor]:
-    """Codes and block scales in the order that linear.cu reads them.
+    """Codes and block scales of a matrix, or of a stack of them, in the order that linear.cu reads them.
 
     Per tile of 16 rows, chunk of 64 inputs and lane (g, t): 16 bytes with rows g and g + 8, inputs 16t..16t+15, placed
     so that a mask or a shift and a mask gives a bf16 pair; and two scale codes, (exponent + 9) · 8 + mantissa. A block
-    whose scale is zero gets zero codes. Returns: int32 [out · in / 8], uint8 [out · in / 16].
+    whose scale is zero gets zero codes. Returns: int32 [out · in / 8], uint8 [out · in / 16]; a stack's matrices follow
+    each other.
     """
-    rows, columns = weight.shape
+    columns = weight.shape[-1]
+    codes, scales = weight.weight.flatten(0, -2), weight.scale.flatten(0, -2)
+    words = torch.empty(codes.numel() // 4, dtype=torch.int32, device=codes.device)
+    places = torch.empty(scales.numel(), dtype=torch.uint8, device=codes.device)
+    slab = max(PACKED_AT_ONCE // columns // ROWS_PER_TILE, 1) * ROWS_PER_TILE
+    for first in range(0, len(codes), slab):
+        rows = slice(first, first + slab)
+        found = _pack(codes[rows], scales[rows].float())
+        for out, part in zip((words, places), found, strict=True):
+            at = first * (len(out) // len(codes))
+            out[at : at + len(part)] = part
+    return words, places
+
+
+def _pack(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = len(weight), 2 * weight.shape[1]
     tiles_, chunks = rows // ROWS_PER_TILE, columns // INPUTS_PER_CHUNK
-    scale = weight.scale.float()
-    codes = torch.stack((weight.weight & 15, weight.weight >> 4), -1).view(rows, columns // 16, 16)
+    codes = torch.stack((weight & 15, weight >> 4), -1).view(rows, columns // 16, 16)
     codes = codes.where((scale != 0).unsqueeze(-1), torch.zeros_like(codes)).int()
     # tile, half (g or g + 8), g, chunk, t, j (k16 step), pair, element → tile, chunk, g, t, j, pair, half, element
     c = codes.view(tiles_, 2, 8, chunks, 4, 4, 2, 2).permute(0, 3, 2, 4, 5, 6, 1, 7)
@@ -130,7 +173,7 @@ def pack(weight: Nvfp4) -> tuple[Tensor, Tensor]:
 
 def unserved(weight: Weight) -> str:
     """Why the kernels cannot take a matrix, so that the reference's torch runs it; "" when they can."""
-    rows, columns = weight.shape
+    rows, columns = weight.shape[-2:]
     if rows % ROWS_PER_TILE or columns % INPUTS_PER_CHUNK:
         return f"no kernel for [{rows}, {columns}] (out % 16, in % 64): plain torch"
     if isinstance(weight, Plain) and weight.weight.dtype != torch.bfloat16:
@@ -144,18 +187,20 @@ def linear_cost(weight: Weight, rows: int) -> tuple[int, int]:
     return weight.nbytes + 2 * rows * (rows_out + columns), 2 * rows * rows_out * columns
 
 
-def _step(
+def step_linear(
     x: Tensor,
     linear: Linear,
     *,
-    norm: int,
+    norm: int = 0,
     z: Tensor | None = None,
     norm_weight: Tensor | None = None,
     residual: Tensor | None = None,
     groups: int = 1,
     eps: float = 0.0,
+    square: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
+    """A product of step rows, cut for their number: norm(x) · Wᵀ (+ residual), or relu(norm(x) · Wᵀ)² (square)."""
     rows_out, columns = linear.weight.shape
     rows = len(x)
     if x.shape != (rows, columns) or x.dtype != torch.bfloat16:
@@ -163,9 +208,10 @@ def _step(
     y = torch.empty(rows, rows_out, dtype=x.dtype, device=x.device) if out is None else out
     if not rows:
         return y
+    expect_rows16(y)
     x = rows16(x)
-    format, device = linear.weight.format, x.device.index
-    tile = choose(format, rows_out, columns, rows, hopper=_hopper(device))
+    format = linear.weight.format
+    tile, slice_count = step_tiles(linear, rows, x.device.index)
     if isinstance(tile, Wide):
         x = ordered(x, format, norm=norm, norm_weight=norm_weight, groups=groups, eps=eps, z=z)
         norm = 0
@@ -173,10 +219,16 @@ def _step(
         x = rms_norm(x, norm_weight, eps=eps, groups=groups, gate=z)  # type: ignore[arg-type]
         norm = 0
     product(
-        y, x, linear, tile, slices(rows_out, columns),
-        residual=residual, norm=norm, z=z, norm_weight=norm_weight, groups=groups, eps=eps,
+        y, x, linear, tile, slice_count,
+        residual=residual, norm=norm, z=z, norm_weight=norm_weight, groups=groups, eps=eps, square=square,
     )  # fmt: skip
     return y
+
+
+def step_tiles(linear: Linear, rows: int, device: int) -> tuple[Tiles, int]:
+    """How a product of so many step rows is cut, and the slices of K that it always has."""
+    rows_out, columns = linear.weight.shape
+    return choose(linear.weight.format, rows_out, columns, rows, hopper=hopper(device)), slices(rows_out, columns)
 
 
 def ordered(
@@ -214,9 +266,18 @@ def product(
     norm_weight: Tensor | None = None,
     groups: int = 1,
     eps: float = 0.0,
+    square: bool = False,
+    stack: Groups | None = None,
+    per_row: int = 1,
+    terms: Terms | None = None,
 ) -> None:
-    """One launch of y = norm(x) · Wᵀ (+ residual), cut as `tile` says; x of a `Wide` one: `ordered`."""
-    rows_out, columns = linear.weight.shape
+    """One launch of y = norm(x) · Wᵀ (+ residual), cut as `tile` says; x of a `Wide` one: `ordered`.
+
+    square: y = relu(x · Wᵀ)². stack: the weight is a stack of matrices, and which row takes which; `Few` tiles read row
+    order[place] / per_row of x, `Wide` ones row place. terms: rows to add to the product before the residual (`Few`
+    tiles only).
+    """
+    rows_out, columns = linear.weight.shape[-2:]
     rows, format = len(x), linear.weight.format
     z = x if z is None or not norm else rows16(z)
     r = x if residual is None else rows16(residual)
@@ -233,15 +294,19 @@ def product(
             groups=groups if norm else 1,
             residual=residual is not None,
             out32=y.dtype == torch.float32,
-        ),
+        )
+        + _extras(tile, square, None if stack is None else per_row, terms),
         shared,
     )
     codes, block_scales, scale = _operands(linear)
+    table, order = (None, None) if stack is None else (stack.table, stack.order)
+    found, worth, found_pitch = (None, None, 0) if terms is None else (terms.found, terms.worth, terms.found.stride(0))
     if isinstance(tile, Wide):
         arguments = [
             *map(argument, (y, codes, block_scales, scale, r, y.stride(0), r.stride(0))),
             *map(ctypes.c_int, (rows_out, rows)),
             nvrtc.tensor_map(x, tile.NTOK, INPUTS_PER_CHUNK),
+            *map(argument, (table, order)),
         ]
     else:
         arguments = [
@@ -249,8 +314,22 @@ def product(
             *(argument(t.stride(0)) for t in (y, x, z, r)),
             *map(ctypes.c_int, (rows_out, rows)),
             argument(eps),
+            *map(argument, (table, order, found, worth, found_pitch)),
         ]
-    kernel.launch(tile.grid(rows_out, rows), shared, arguments)
+    grid = tile.grid(rows_out, rows) if stack is None else (tile.grid(rows_out, 1)[0], stack.most)
+    kernel.launch(grid, shared, arguments)
+
+
+def _extras(tile: Tiles, square: bool, per_row: int | None, terms: Terms | None) -> Defines:
+    """Constants of what few products have; none of them changes a product without."""
+    found = [("SQUARE", 1)] if square else []
+    if per_row is not None:
+        assert isinstance(tile, Few | Wide)
+        found.append(("STACK", per_row if isinstance(tile, Few) else 1))
+    if terms is not None:
+        assert isinstance(tile, Few)
+        found += [("TERMS", terms.count), ("WEIGHED", int(terms.worth is not None))]
+    return tuple(found)
 
 
 def _operands(linear: Linear) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -277,16 +356,17 @@ def _prompt(
         codes = prompt.cast(x, linear, norm_weight=norm_weight, groups=groups, eps=eps, gate=gate)
         if not linear.reproducible:
             return prompt.product(codes, linear, out=out)
-        y = _step(codes.values.to(x.dtype), Linear(prompt.prompt_weight(linear)), norm=0)
+        y = step_linear(codes.values.to(x.dtype), Linear(prompt.prompt_weight(linear)), norm=0)
         y = (y * codes.scale).to(x.dtype)
         return y if out is None else out.copy_(y)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps=eps, groups=groups, gate=gate)
-    return _step(x, linear, norm=0, out=out) if linear.reproducible else prompt.product(x, linear, out=out)
+    return step_linear(x, linear, norm=0, out=out) if linear.reproducible else prompt.product(x, linear, out=out)
 
 
 @cache
-def _hopper(device: int) -> bool:
+def hopper(device: int) -> bool:
+    """Whether a device has the instructions of sm_90a."""
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 

@@ -88,6 +88,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void linear_many(
         int column = blockIdx.x * ROWS + row;
         if (column >= N || m >= M) continue;
         float v = total[i][n][r] * (FORMAT == 2 ? scale[column] : factor);
+        if (SQUARE) v = squared(v);
         if (RESIDUAL) v += widen(residual[(token0 + m) * ldr + column]);
         if (OUT32) ((float*)y)[(token0 + m) * ldy + column] = v;
         else sums[m * PITCH + row] = narrow(v);

@@ -9,8 +9,16 @@
 //   SUM  1: the only worker adds its groups in registers · 0: each group's sums go to shared memory, added at the end
 //   AHEAD  chunks beyond the stages that are asked to come to L2 before the kernel waits for its tokens
 //
+// SQUARE 1: y = relu(·)², of the product rounded to bf16
+// STACK  0 one matrix · 1 a stack of them, rows in groups of at most NTOK that share a matrix (`moe.cu: group_rows`), the
+//        tokens of a group one after the other in x; blockIdx.y is the group. `order` names the row of y.
+//
 // Tokens come by the copy engine (one thread of a worker asks for them), weights by cp.async into a place of the thread's
 // own, so that they need no barrier; they are on their way before the kernel waits for its tokens.
+
+#ifndef STACK
+#define STACK 0
+#endif
 
 constexpr int ROWS = 64 * WR, WARPS = 4 * WR, THREADS = 32 * WARPS * WS, PER = S / (WS * CL), LOCAL = SUM ? 1 : S / CL / GROUP;
 constexpr int PITCH = ROWS + 4, SCALE_PITCH = (K_ + 127) / 128, SUMS = NTOK / 2;  // SUMS: of a thread
@@ -22,12 +30,21 @@ static_assert(S % (WS * CL * GROUP) == 0 && (!SUM || (WS * CL == 1 && GROUP == 1
 
 extern "C" __global__ __cluster_dims__(CL, 1, 1) __launch_bounds__(THREADS) void linear_wide(
     u16* y, const u8* w, const u8* block_scales, const float* scale, const u16* residual, long long ldy, long long ldr, int N,
-    int M, const __grid_constant__ Map map) {
+    int M, const __grid_constant__ Map map, const int4* groups, const int* order) {
   extern __shared__ __align__(1024) u8 shared[];
   int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   int worker = warp / WARPS, in_worker = warp % WARPS, rank = CL > 1 ? blockIdx.x % CL : 0;
-  int token_tiles = (M + NTOK - 1) / NTOK, place = blockIdx.x / CL;
+  int token_tiles = STACK ? 1 : (M + NTOK - 1) / NTOK, place = blockIdx.x / CL;
   int token0 = place % token_tiles * NTOK, row0 = place / token_tiles * ROWS;
+  if (STACK) {  // which matrix is read is known only now
+    wait_for_inputs();
+    let_next_start();
+    if (blockIdx.y >= groups[0].x) return;
+    int4 group = groups[blockIdx.y + 1];
+    enter_stack(w, block_scales, scale, uniform(group.x), N);
+    token0 = uniform(group.y);
+    M = token0 + uniform(group.z);
+  }
   int tile = min(row0 / 16 + in_worker, N / 16 - 1), first = (rank * WS + worker) * PER;
   int start = first * CHUNKS / S, count = (first + PER) * CHUNKS / S - start;
 
@@ -71,8 +88,10 @@ extern "C" __global__ __cluster_dims__(CL, 1, 1) __launch_bounds__(THREADS) void
   for (int i = 0; i < STAGES; i++) fetch(i);
   if (AHEAD) bring(w, block_scales, tile, N / 16 - 1, start + STAGES, min(AHEAD, count - STAGES), lane);
   __syncthreads();
-  wait_for_inputs();
-  let_next_start();
+  if (!STACK) {
+    wait_for_inputs();
+    let_next_start();
+  }
   if (asks)
     for (int i = 0; i < min(STAGES, count); i++) ask(i);
   __syncwarp();
@@ -186,6 +205,8 @@ extern "C" __global__ __cluster_dims__(CL, 1, 1) __launch_bounds__(THREADS) void
       v.x += low(r);
       v.y += high(r);
     }
+    if (SQUARE) v = make_float2(squared(v.x), squared(v.y));
+    if (STACK) m = order[m];
     if (OUT32) *(float2*)((float*)y + m * ldy + column) = v;
     else *(u32*)(y + m * ldy + column) = narrow2(v.x, v.y);
   }

@@ -20,6 +20,7 @@ from .nvrtc import argument, rows16
 from .tiles import FORMAT_CODES
 
 CAST_THREADS = 256
+PACKED = 5  # FORMAT of dequantize.cu
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,7 @@ def product(x: Tensor | Codes, linear: Linear, *, out: Tensor | None = None) -> 
     """x · Wᵀ in bf16, one rounding."""
     weight = prompt_weight(linear)
     if isinstance(x, Tensor):
-        return torch.mm(x, values(weight).T, out=out)
+        return torch.mm(x, values(weight, linear.packed).T, out=out)
     assert isinstance(weight, (Fp8Tensor, Fp8Channel))
     scale = weight.scale.unsqueeze(0) if isinstance(weight, Fp8Channel) else weight.scale
     y = torch._scaled_mm(x.values, weight.weight.T, x.scale, scale, out_dtype=torch.bfloat16)
@@ -77,18 +78,24 @@ def prompt_weight(linear: Linear) -> Weight:
     return linear.weight if linear.prompt_weight is None else linear.prompt_weight
 
 
-def values(weight: Weight) -> Tensor:
-    """The weight in bf16 [out, in]; a plain one as it is."""
+def values(weight: Weight, packed: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """The weight in bf16 [out, in]; a plain one as it is. packed: what to read when the weight was given back."""
     if isinstance(weight, Plain):
         return weight.weight
     rows, columns = weight.shape
-    out = torch.empty(rows, columns, dtype=torch.bfloat16, device=weight.weight.device)
-    blocks, scale = (weight.scale, weight.global_scale) if isinstance(weight, Nvfp4) else (None, weight.scale)
-    kernel = _values_kernel(out.device.index, FORMAT_CODES[weight.format])
+    scale = weight.global_scale if isinstance(weight, Nvfp4) else weight.scale
+    out = torch.empty(rows, columns, dtype=torch.bfloat16, device=scale.device)
+    codes, blocks, format = weight.weight, None, FORMAT_CODES[weight.format]
+    if isinstance(weight, Nvfp4):
+        blocks = weight.scale
+        if codes.is_meta:
+            assert packed is not None  # the plan's promise
+            (codes, blocks), format = packed, PACKED
+    kernel = _values_kernel(out.device.index, format)
     kernel.launch(
         (-(-columns // (16 * CAST_THREADS)), rows),
         0,
-        [*map(argument, (out, weight.weight, blocks, scale)), *map(argument, (rows, columns))],
+        [*map(argument, (out, codes, blocks, scale)), *map(argument, (rows, columns))],
     )
     return out
 

@@ -129,3 +129,33 @@ DEVICE void multiply(float (*acc)[NT][4], const Chunk& q, const float* block_sca
 
 // Of the whole sum: what the format's scale still owes. Rows of fp8_channel have their own (`scale[n]`).
 DEVICE float scale_of_sum(const float* scale) { return FORMAT == 1 ? *scale : FORMAT == 4 ? *scale * 256.f : 1.f; }
+
+#ifndef SQUARE
+#define SQUARE 0
+#endif
+DEVICE float squared(float v) {  // SQUARE: relu(v)², v rounded to bf16 first
+  float r = fmaxf(widen(narrow(v)), 0.f);
+  return r * r;
+}
+
+// Σ worth · found over TERMS rows, in order, as the reference adds them.
+template <int TERMS_, int WEIGHED_>
+DEVICE float sum_of_terms(const u16* found, const float* worth, long long pitch) {
+  float sum = 0.f;
+#pragma unroll
+  for (int k = 0; k < TERMS_; k++) {
+    float v = widen(found[k * pitch]);
+    sum = __fadd_rn(sum, WEIGHED_ ? __fmul_rn(worth[k], v) : v);
+  }
+  return sum;
+}
+
+// From a stack of matrices of N rows to one of them.
+DEVICE void enter_stack(const u8*& w, const u8*& block_scales, const float*& scale, int index, int N) {
+  long long matrix = (long long)index * N * K_;
+  w += FORMAT == 0 ? matrix * 2 : FORMAT == 4 ? matrix / 2 : matrix;
+  if (FORMAT == 4) block_scales += matrix / 16;
+  if (FORMAT == 1 || FORMAT == 4) scale += index;
+  if (FORMAT == 2) scale += (long long)index * N;
+  if (FORMAT == 3) scale += (long long)index * ((N + 127) / 128) * ((K_ + 127) / 128);
+}
