@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import HIDDEN, LATENT, MOE, Draw, layer_weights, relative_error
-from nemotron_mamba2.batch import Rows
+from nemotron_mamba2.batch import Batch, Rows, Step
 from nemotron_mamba2.config import AttentionConfig, MoeConfig
 from nemotron_mamba2.formats import E4M3, FORMATS, Plain, dequantize
 from nemotron_mamba2.model import PagePool
@@ -23,6 +23,10 @@ from nemotron_mamba2.ops.reference.moe import product_by_groups, product_by_loop
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 CONFIG = AttentionConfig(HIDDEN, HEADS, KV_HEADS, HEAD_DIM)
 CPU = torch.device("cpu")
+
+
+def shares(rows, role):
+    return (rows, None) if role == "prompt" else (None, rows)
 
 
 class Sequences:
@@ -47,19 +51,15 @@ class Sequences:
         """Write rows start..start + count of every sequence and attend from them."""
         slots = tuple(range(len(starts)))
         rows = Rows(slots, tuple(counts), tuple(starts), (0,) * len(starts), 0, CPU)
-        pages = [self.pool.held(slot) for slot in slots]
-        places = [
-            page[t // 16] * 16 + t % 16
-            for page, start, n in zip(pages, starts, counts, strict=True)
-            for t in range(start, start + n)
-        ]
+        step = Step(Batch(slots, rows.rows, (role,) * len(slots), (False,) * len(slots)), *shares(rows, role))
+        pages = self.pool.table(step).pages(role)
         q, k, v = (
             torch.cat([t[s : s + n] for t, s, n in zip(parts, starts, counts, strict=True)])
             for parts in (self.q, self.k, self.v)
         )
         keys, values = self.pool.keys[0], self.pool.values[0]
         scales = {name: how.get(name) for name in ("k_scale", "v_scale")}
-        store_kv(k, v, keys, values, torch.tensor(places, dtype=torch.int64), **scales)
+        store_kv(k, v, keys, values, pages.places, **scales)
         return attention(q, keys, values, rows, role, pages=pages, **how)
 
     def truth(self, i, t):

@@ -34,7 +34,7 @@ def write(pool: PagePool, slot: int, start: int, values: list[float]) -> None:
     table = pool.table(step_of(pool, slot, start, len(values)))
     for keys, vals in zip(table.keys, table.values, strict=True):
         rows = torch.tensor(values)[:, None, None].expand(-1, *keys.shape[2:])
-        store_kv(rows, -rows, keys, vals, table.places)
+        store_kv(rows, -rows, keys, vals, table.pages("prompt").places)
 
 
 def read(pool: PagePool, slot: int, tokens: int) -> list[list[float]]:
@@ -171,7 +171,8 @@ def test_a_model_without_attention_needs_no_pages():
     pool = make_pool(0, layers=[])
     pool.reserve([0], [0], [10_000])
     table = pool.table(step_of(pool, 0, 0, 3))
-    assert (pool.nbytes, table.keys, len(table.places), pool.pages_for(10_000)) == (0, (), 0, 0)
+    assert (pool.nbytes, table.keys, pool.pages_for(10_000)) == (0, (), 0)
+    assert table.pages("prompt").row_keys.tolist() == [0, 0, 0]
     pool.restore(1, pool.snapshot(0, 5))
     pool.release(0)
 
@@ -182,8 +183,10 @@ def test_64_the_pad_slot_writes_to_its_own_page():
     before = [t[:PAGES].clone() for t in pool.keys]
     pool.reserve([SLOTS], [0], [40])
     table = pool.table(step_of(pool, SLOTS, 0, 40))
-    assert table.prompt == ((PAGES,) * 3,)
-    store_kv(*[torch.full((40, 1, 2), math.nan)] * 2, table.keys[0], table.values[0], table.places)
+    where = table.pages("prompt")
+    assert not where.lists[0] and where.places.tolist() == [PAGES * 16 + t % 16 for t in range(40)]
+    assert where.row_keys.tolist() == [0] * 40
+    store_kv(*[torch.full((40, 1, 2), math.nan)] * 2, table.keys[0], table.values[0], where.places)
     assert all(t[:PAGES].nan_to_num(-1).equal(b.nan_to_num(-1)) for t, b in zip(pool.keys, before, strict=True))
     assert pool.free_pages == PAGES - 3
 

@@ -6,7 +6,8 @@ from .mlp import MlpLayer
 from .moe import MoeLayer
 from .mtp import MtpHead
 from .nemotron_h import NemotronH, host_steps
-from .pages import PAGE_TOKENS, KvSnapshot, PagePool, PageTable
+from .pages import PAGE_TOKENS, KvSnapshot, PagePool
+from .tables import PageTable
 
 __all__ = [
     "PAGE_TOKENS",

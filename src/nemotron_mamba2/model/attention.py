@@ -14,8 +14,8 @@ from ..config import AttentionConfig
 from ..ops import backend
 from ..plan import Capabilities, HostStep, Plan
 from ..weights import AttentionWeights
-from .pages import PageTable
 from .shapes import check_shapes
+from .tables import PageTable
 
 
 class AttentionLayer:
@@ -56,16 +56,16 @@ class AttentionLayer:
         x = ops.rms_norm(hidden, w.norm, eps=self.config.layer_norm_epsilon)
         heads = (-1, self.config.head_dim)
         q, k, v = (ops.linear(x, linears[name], role).unflatten(-1, heads) for name in ("q_proj", "k_proj", "v_proj"))
-        keys, values = pages.keys[self.index], pages.values[self.index]
+        keys, values, where = pages.keys[self.index], pages.values[self.index], pages.pages(role)
         scales = {"k_scale": w.k_scale, "v_scale": w.v_scale}
-        ops.store_kv(k, v, keys, values, pages.places[rows.slice], **scales)
+        ops.store_kv(k, v, keys, values, where.places, **scales)
         found = ops.attention(
             q,
             keys,
             values,
             rows,
             role,
-            pages=pages.pages(role),
+            pages=where,
             reproducible=self.plan.reproducible,
             **scales,
         )

@@ -23,8 +23,8 @@ from ..plan import Plan
 from ..weights import AttentionWeights, MoeWeights, MtpWeights
 from .attention import AttentionLayer
 from .moe import MoeLayer
-from .pages import PageTable
 from .shapes import check_shapes
+from .tables import PageTable
 
 
 class MtpHead:

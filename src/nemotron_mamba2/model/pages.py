@@ -1,9 +1,15 @@
 """PagePool: keys and values of every sequence, in pages that sequences may share.
 
 Each attention layer keeps two tensors [pages + 1, page_tokens, kv_heads, head_dim]; a page id means the same place in
-all of them, so one block table per slot serves all layers. Tables live on the host and travel with the step
-(`PageTable`). A page is counted once for every slot that holds it. A shared page is never written: `reserve` copies it
-first for the slot that is about to write (copy on write), so `fork` and `reorder` move no bytes and always have room.
+all of them, so one block table per slot serves all layers. A page is counted once for every slot that holds it. A
+shared page is never written: `reserve` copies it first for the slot that is about to write (copy on write), so `fork`
+and `reorder` move no bytes and always have room.
+
+Tables live on the host and travel with the step: `table(step)` makes the `PageTable` of a step by one copy. A captured
+step keeps its own, at a fixed place and of a fixed size: `fixed_table(sequences=, rows=, tokens=)` makes it full of
+padding, and before each replay `fill(table, rows)` makes it that of the step's rows, again by one copy, which follows
+the longest sequence and not the table's width. Rows of the pad slot, and those that a step leaves free in a fixed
+table, are padding: their keys and values go to the pad page, they see no keys, and attention gives zeros for them.
 
 The pool knows nothing of positions: callers name the rows they mean, and `Caches` keeps the two pools in step. It
 refuses before anything is written. The last page of each tensor takes the rows of the pad slot and is never read by
@@ -12,37 +18,22 @@ anybody else. The layout is the one that paged attention kernels read.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..batch import Role, Rows, Step
 from ..config import AttentionConfig
 from ..errors import ConfigError, OutOfPages, ShapeError, SnapshotMismatch, StateError
+from ..ops import Pages
+from .tables import PageTable, TableSizes, host_buffer
 
 PAGE_TOKENS = 16  # a multiple of the state's window, so that a prefix that ends a page also ends a window
-
-
-@dataclass(frozen=True, eq=False)
-class PageTable:
-    """Where one step writes its keys and values, and what it reads.
-
-    keys, values: one tensor per attention layer, [pages + 1, page_tokens, kv_heads, head_dim]. places: int64 [T], the
-    flat row (page · page_tokens + row of the page) that each row of the step is written to. prompt, step: the pages of
-    each sequence of that role, in order.
-    """
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    places: Tensor
-    prompt: tuple[tuple[int, ...], ...]
-    step: tuple[tuple[int, ...], ...]
-
-    def pages(self, role: Role) -> tuple[tuple[int, ...], ...]:
-        """Pages of the sequences of one role, as `Rows` lists them."""
-        return self.prompt if role == "prompt" else self.step
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +82,7 @@ class PagePool:
             tensor[pages].zero_()
         self._free = dict.fromkeys(range(pages))  # ordered, and cheap to ask for one page
         self._holders = [0] * pages
-        self._tables: dict[int, list[int]] = {slot: [] for slot in range(slots)}
+        self._tables: dict[int, array[int]] = {slot: array("i") for slot in range(slots)}
 
     @staticmethod
     def bytes(
@@ -156,19 +147,48 @@ class PagePool:
             self._grow(slot, self.pages_for(end))
 
     def table(self, step: Step) -> PageTable:
-        """Where the rows of a step go and what they read. The rows must have been reserved."""
-        places: list[int] = []
-        pages: dict[Role, tuple[tuple[int, ...], ...]] = {"prompt": (), "step": ()}
-        for role, rows in step.shares:
-            tables = [self._pages_of(rows, i) for i in range(len(rows.slots))]
-            pages[role] = tuple(tables)
-            for table, start, count in zip(tables, rows.positions, rows.rows, strict=True):
-                places += [
-                    table[t // self.page_tokens] * self.page_tokens + t % self.page_tokens
-                    for t in (range(start, start + count) if table else ())
-                ]
-        on_device = torch.tensor(places, dtype=torch.int64, device=self.device)
-        return PageTable(self.keys, self.values, on_device, pages["prompt"], pages["step"])
+        """Where the rows of a step go and what they read, by one copy. The rows must have been reserved."""
+        shares = [(role, rows, self._sizes(rows)) for role, rows in step.shares]
+        host, integers = host_buffer(sum(size.ints for _, _, size in shares), self.device)
+        packed = host if self.device.type == "cpu" else torch.empty_like(host, device=self.device)
+        found: dict[Role, Pages] = {}
+        start = 0
+        for role, rows, size in shares:
+            lists = self._write(integers[start:], rows, size)
+            found[role] = size.views(lists, packed[start:])
+            start += size.ints
+        if packed is not host:
+            packed.copy_(host, non_blocking=True)
+        return PageTable(self.keys, self.values, found.get("prompt"), found.get("step"), packed)
+
+    def fixed_table(self, *, sequences: int, rows: int, tokens: int) -> PageTable:
+        """A table of step rows whose place in memory stays, for a captured step: full of padding until `fill`.
+
+        sequences, rows: of every step. tokens: the longest that a sequence may get.
+        """
+        size = TableSizes(rows, sequences, max(1, self.pages_for(tokens)))
+        packed = torch.empty(size.ints, dtype=torch.int32, device=self.device)
+        table = PageTable(self.keys, self.values, None, size.views((), packed), packed)
+        self.fill(table, Rows((), (), (), (), 0, self.device))
+        return table
+
+    def fill(self, table: PageTable, rows: Rows) -> None:
+        """Make a fixed table that of other step rows, by one copy; they must have been reserved.
+
+        Sequences and rows that they leave free become padding. Raises: ShapeError when they do not fit.
+        """
+        fixed = table.pages("step")
+        sequences, width = fixed.table.shape
+        used = self._sizes(rows).width
+        if rows.total_rows > len(fixed.places) or len(rows.slots) > sequences or used > width:
+            raise ShapeError(
+                f"page table: made for {sequences} sequences of {width} pages and {len(fixed.places)} rows, "
+                f"found {len(rows.slots)} of up to {used} and {rows.total_rows}"
+            )
+        size = TableSizes(len(fixed.places), sequences, used)  # what lies behind these columns is never read
+        host, integers = host_buffer(size.ints, self.device)
+        self._write(integers, rows, size)
+        table.packed[: size.ints].copy_(host, non_blocking=True)
 
     def trim(self, slot: int, tokens: int) -> None:
         """Give back the pages of a slot past its first `tokens` tokens."""
@@ -198,7 +218,7 @@ class PagePool:
                 self._holders[page] += 1
         for slot, table in zip(slots, new, strict=True):
             self._drop(self._tables[slot])
-            self._tables[slot] = list(table)
+            self._tables[slot] = table[:]
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
@@ -241,22 +261,30 @@ class PagePool:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _table(self, slot: int) -> list[int]:
+    def _table(self, slot: int) -> array[int]:
         table = self._tables.get(slot)
         if table is None:
             raise StateError(f"page pool: there is no slot {slot}; slots are 0 to {self.pad_slot - 1}")
         return table
 
-    def _pages_of(self, rows: Rows, index: int) -> tuple[int, ...]:
-        if not self.layers:
-            return ()
-        count = self.pages_for(rows.positions[index] + rows.rows[index])
+    def _sizes(self, rows: Rows) -> TableSizes:
+        live = [i for i, slot in enumerate(rows.slots) if slot != self.pad_slot]
+        longest = max((rows.positions[i] + rows.rows[i] for i in live), default=0)
+        return TableSizes(rows.total_rows, len(rows.slots), max(1, self.pages_for(longest)))
+
+    def _write(self, integers: NDArray[np.int32], rows: Rows, size: TableSizes) -> tuple[array[int], ...]:
+        """Lay out a role's table, and give the page ids of each of its sequences."""
+        lists = tuple(self._pages_of(rows, i) for i in range(len(rows.slots)))
+        size.write(integers, rows, lists, page_tokens=self.page_tokens, pad_page=self.pages)
+        return lists
+
+    def _pages_of(self, rows: Rows, index: int) -> array[int]:
         if rows.slots[index] == self.pad_slot:
-            return (self.pages,) * count
-        table = self._table(rows.slots[index])
+            return array("i")
+        table, count = self._table(rows.slots[index]), self.pages_for(rows.positions[index] + rows.rows[index])
         if len(table) < count:
             raise StateError(f"page pool: slot {rows.slots[index]} has {len(table)} pages, its step needs {count}")
-        return tuple(table[:count])
+        return table[:count]
 
     def _places(self, slot: int, tokens: int) -> Tensor:
         pages = torch.tensor(self._table(slot)[: self.pages_for(tokens)], dtype=torch.int64, device=self.device)

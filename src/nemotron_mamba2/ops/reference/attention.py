@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ...batch import Role, Rows
 from ...formats import E4M3, E4M3_MAX
+from .. import Pages
 
 TILE_ROWS = 256  # queries that share a mask when a prompt goes on
 FIXED_TILE_ROWS = 64  # queries of a tile of fixed shape
@@ -43,7 +44,7 @@ def store_kv(
     """Write the keys and values of a step into pages.
 
     k, v: [T, kv_heads, head_dim]. keys, values: [pages, page_tokens, kv_heads, head_dim] in a plain dtype, or e4m3.
-    places: int64 [T], flat rows of the pages. k_scale, v_scale: fp32 scalars of e4m3 pages; None is 1.
+    places: int [T], flat rows of the pages. k_scale, v_scale: fp32 scalars of e4m3 pages; None is 1.
     """
     for rows, cache, scale in ((k, keys, k_scale), (v, values, v_scale)):
         if cache.dtype == E4M3:
@@ -61,7 +62,7 @@ def attention(
     rows: Rows,
     role: Role,
     *,
-    pages: Sequence[Sequence[int]],
+    pages: Pages,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     reproducible: bool = False,
@@ -70,40 +71,50 @@ def attention(
     """Attend from the rows of one role to everything before them.
 
     q: bf16 or fp32 [T, heads, head_dim], the rows of that role. keys, values: as in `store_kv`, which has written these
-    rows. pages: the pages of each sequence, in order. reproducible: a prompt row's bits do not depend on how the prompt
-    was split. Returns: [T, heads, head_dim] in the dtype of q.
+    rows. reproducible: a prompt row's bits do not depend on how the prompt was split. Returns: [T, heads, head_dim] in
+    the dtype of q; zeros for rows of padding.
     """
     out = torch.empty_like(q) if out is None else out
     for i, (count, start) in enumerate(zip(rows.rows, rows.positions, strict=True)):
-        if not count:
-            continue
         mine = slice(rows.cu_rows[i], rows.cu_rows[i] + count)
-        k = _read(keys, pages[i], tokens=start + count, dtype=q.dtype, scale=k_scale)
-        v = _read(values, pages[i], tokens=start + count, dtype=q.dtype, scale=v_scale)
+        if not count or not pages.lists[i]:
+            out[mine] = 0
+            continue
+        k = _read(keys, pages.lists[i], pages.table[i], tokens=start + count, dtype=q.dtype, scale=k_scale)
+        v = _read(values, pages.lists[i], pages.table[i], tokens=start + count, dtype=q.dtype, scale=v_scale)
         if role == "step":
             for j in range(count):
                 out[mine.start + j] = _attend_one(q[mine.start + j], k[: start + j + 1], v[: start + j + 1])
         elif reproducible:
-            _attend_fixed_tiles(q[mine], k, v, start, out[mine])
+            attend_fixed_tiles(q[mine], k, v, start, out[mine])
         else:
             _attend_prompt(q[mine], k, v, start, out[mine])
     return out
 
 
-def _read(cache: Tensor, pages: Sequence[int], *, tokens: int, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+def _read(
+    cache: Tensor, ids: Sequence[int], table: Tensor, *, tokens: int, dtype: torch.dtype, scale: Tensor | None
+) -> Tensor:
     """The first rows of a sequence: [tokens, kv_heads, head_dim]. Pages that lie in a row are read where they are."""
     count = -(-tokens // cache.shape[1])
-    first, ids = pages[0], list(pages[:count])
-    is_fp8 = cache.dtype == E4M3
-    if ids == list(range(first, first + count)):
-        found = cache[first : first + count].flatten(0, 1)[:tokens]
-    else:
-        index = torch.tensor(ids, dtype=torch.int64, device=cache.device)
-        found = (cache.view(torch.uint8) if is_fp8 else cache).index_select(0, index).flatten(0, 1)[:tokens]
-        found = found.view(cache.dtype)
-    if not is_fp8:
-        return found.to(dtype)
-    wide = found.float()
+    if list(ids[:count]) == list(range(ids[0], ids[0] + count)):
+        return widen(cache[ids[0] : ids[0] + count].flatten(0, 1)[:tokens], dtype, scale)
+    return gather(cache, table, tokens=tokens, dtype=dtype, scale=scale)
+
+
+def gather(cache: Tensor, table: Tensor, *, tokens: int, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """The first rows of a sequence, copied out of its pages. table: int32 [width]. Returns: [tokens, kv_heads, d]."""
+    count = -(-tokens // cache.shape[1])
+    raw = cache.view(torch.uint8) if cache.dtype == E4M3 else cache  # torch indexes few ops over FP8
+    found = raw.index_select(0, table[:count]).flatten(0, 1)[:tokens]
+    return widen(found.view(cache.dtype), dtype, scale)
+
+
+def widen(rows: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """What rows of pages stand for: code × scale of e4m3, rounded to dtype."""
+    if rows.dtype != E4M3:
+        return rows.to(dtype)
+    wide = rows.float()
     return (wide if scale is None else wide * scale).to(dtype)
 
 
@@ -136,7 +147,8 @@ def _attend_prompt(q: Tensor, k: Tensor, v: Tensor, start: int, out: Tensor) -> 
         out[first : first + TILE_ROWS] = _attend(tile, k[:end], v[:end], mask=mask)
 
 
-def _attend_fixed_tiles(q: Tensor, k: Tensor, v: Tensor, start: int, out: Tensor) -> None:
+def attend_fixed_tiles(q: Tensor, k: Tensor, v: Tensor, start: int, out: Tensor) -> None:
+    """Prompt rows from position start on, in tiles at absolute positions. k, v: all rows up to the last of q."""
     end, size = start + len(q), FIXED_TILE_ROWS
     k, v = (F.pad(t, (0, 0, 0, 0, 0, -end % size)) for t in (k, v))
     for first in range(start // size * size, end, size):
