@@ -11,14 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import HIDDEN, LATENT, MOE, Draw, layer_weights, relative_error
+from models import HIDDEN, LATENT, LAYERS, MOE, Draw, layer_weights, relative_error
 from nemotron_mamba2.batch import Batch, Rows, Step
-from nemotron_mamba2.config import AttentionConfig, MoeConfig
+from nemotron_mamba2.config import AttentionConfig, MoeConfig, Policy
 from nemotron_mamba2.formats import E4M3, FORMATS, Plain, dequantize
-from nemotron_mamba2.model import PagePool
+from nemotron_mamba2.model import AttentionLayer, PagePool
 from nemotron_mamba2.ops import Linear
 from nemotron_mamba2.ops.reference import attention, quantize, route, routed_experts, store_kv
 from nemotron_mamba2.ops.reference.moe import product_by_groups, product_by_loop
+from nemotron_mamba2.plan import make_plan
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 CONFIG = AttentionConfig(HIDDEN, HEADS, KV_HEADS, HEAD_DIM)
@@ -129,6 +130,31 @@ def test_a_step_row_has_the_same_bits_alone_and_in_any_batch(starts, data):
         for j in range(count):
             row = alone.run([start + j if s == i else 0 for s in range(len(starts))], one, "step")
             assert row[0].equal(found[i][j])
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_tensor", "fp8_channel", "nvfp4"])
+def test_one_product_gives_q_k_and_v_of_step_rows(format):
+    """Planned for a GPU, run by the reference."""
+    config = LAYERS["*"]
+    weights = layer_weights(config, Draw(0, torch.bfloat16, format))
+    on_gpu = make_plan(config, weights, Policy(memory_bytes=1 << 30), device="cuda")
+    joined = [linear for linear in on_gpu.linears if linear.name == "qkv_proj"]
+    assert len(joined) == (format != "nvfp4")
+    if not joined:
+        return
+    assert joined[0].copy_bytes == sum(w.nbytes for w in (weights.q_proj, weights.k_proj, weights.v_proj)) + (
+        4 * (joined[0].shape[0] - 3) if format == "fp8_tensor" else 0
+    )
+    plan = make_plan(config, weights, Policy(memory_bytes=1 << 30), device="cpu")
+    outs = []
+    for how in (plan, replace(plan, linears=(*plan.linears, *joined))):
+        layer, pool = AttentionLayer(config, weights, how), PagePool([config], pages=9, slots=2)
+        pool.reserve([0, 1], [0, 0], [3, 1])
+        rows = Rows((0, 1), (3, 1), (0, 0), (0, 0), 0, CPU)
+        step = Step(Batch.verify([0, 1], [3, 1]), None, rows)
+        hidden = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+        outs.append(layer(hidden, step, pool.table(step)))
+    assert relative_error(outs[1], outs[0]) < 5e-3
 
 
 def test_92_permuting_earlier_keys_and_values_changes_nothing():

@@ -17,6 +17,8 @@ from nemotron_mamba2.formats import (
     Nvfp4,
     Plain,
     dequantize,
+    join,
+    on_meta,
     unpack_e2m1,
 )
 from quantised import E4M3, fp8_block, fp8_channel, fp8_tensor, nvfp4, nvfp4_packed
@@ -153,3 +155,14 @@ def test_a_vector_is_no_weight_of_any_format():
         ):
             with pytest.raises(FormatError):
                 make(tensor)
+
+
+def test_joined_rows_have_the_values_of_their_parts():
+    plain = [Plain(torch.randn(n, 64).bfloat16()) for n in (48, 16)]
+    codes = [torch.randn(n, 64).to(E4M3) for n in (48, 16)]
+    fp8 = [Fp8Tensor(codes[0], torch.tensor(0.3)), Fp8Channel(codes[1], torch.rand(16))]
+    for parts in (plain, fp8):
+        joined = join(parts)
+        assert dequantize(joined).equal(torch.cat([dequantize(part) for part in parts]))
+        assert on_meta(joined).nbytes == joined.nbytes and on_meta(joined).weight.is_meta
+    assert join([plain[0], fp8[1]]) is None

@@ -19,7 +19,8 @@ is the sign. Source: NVIDIA ModelOpt's export format, vLLM's and compressed-tens
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -189,11 +190,29 @@ def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     return values.mul_(scale).to(dtype)
 
 
+def on_meta(weight: Weight) -> Weight:
+    """A weight of the same format and shape, without values."""
+    tensors = {f.name: getattr(weight, f.name) for f in fields(weight)}
+    return replace(weight, **{name: t.to("meta") for name, t in tensors.items() if isinstance(t, Tensor)})  # type: ignore[arg-type]
+
+
 def give_back(weight: Nvfp4) -> None:
     """Let go of the codes and block scales of a weight that is kept in another order: both move to the meta device, so
     shape, format and bytes stay known, and whoever still reads the values is refused."""
     for name in ("weight", "scale"):
         object.__setattr__(weight, name, getattr(weight, name).to("meta"))
+
+
+def join(weights: Sequence[Weight]) -> Weight | None:
+    """One matrix of the output rows of several, with exactly their values; None when no format holds it."""
+    if all(isinstance(w, Plain) for w in weights) and len({w.weight.dtype for w in weights}) == 1:
+        return Plain(torch.cat([w.weight for w in weights]))
+    if all(isinstance(w, Fp8Tensor | Fp8Channel) and len(w.shape) == 2 for w in weights):
+        # torch joins few tensors of FP8
+        codes = torch.cat([w.weight.view(torch.uint8) for w in weights]).view(E4M3)
+        scales = [w.scale.expand(w.shape[0]) for w in weights if isinstance(w, Fp8Tensor | Fp8Channel)]
+        return Fp8Channel(codes, torch.cat(scales))
+    return None
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:

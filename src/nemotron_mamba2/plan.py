@@ -22,9 +22,11 @@ import torch
 from .batch import Step
 from .config import LETTERS, LayerConfig, Mamba2Config, ModelConfig, Policy
 from .errors import NoKernel
-from .formats import Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight, dequantize, give_back
+from .formats import Fp8Channel, Fp8Tensor, Nvfp4, Plain, Weight, dequantize, give_back, join, on_meta
 from .ops import Linear, Quantization, backend
 from .weights import LayerWeights, LooseWeights, ModelWeights
+
+JOINED = ("q_proj", "k_proj", "v_proj")  # of "qkv_proj"
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class LinearPlan:
     format: str
     shape: tuple[int, ...]
     weight_bytes: int
-    copy: str  # "none", the dtype of the copy, or "packed": repacked in the order a kernel reads
+    copy: str  # "none", the dtype of the copy, "packed": repacked in the order a kernel reads, or "joined": of JOINED
     copy_bytes: int
     prompt_copy: str  # "none", or the format that prompt rows use instead
     prompt: Quantization
@@ -65,6 +67,11 @@ class Plan:
         found = dict(weights.projections())
         ready = {}
         for plan in self.linears:
+            if plan.copy == "joined":
+                joined = join([found[name] for name in JOINED])
+                assert joined is not None  # it was planned
+                ready[plan.name] = self._prepare(replace(plan, copy="none"), joined)
+                continue
             weight = found[plan.name]
             ready[plan.name] = self._prepare(plan, weight)
             shared = sum(other is weight for other in found.values()) > 1  # tied embeddings
@@ -212,8 +219,8 @@ def _plan(
         names = " or ".join(map(_name, allowed))
         raise NoKernel(f"plan: activations on {device.type} must be {names}, found {_name(dtype)}; pass dtype=")
     upcast = device.type == "cpu" and not has_bf16_units()
-    linears = []
-    for name, weight in projections:
+    linears, weights = [], dict(projections)
+    for name, weight in weights.items():
         linear = _plan_linear(name, weight, policy, device, dtype)
         if gives_back and linear.copy == "packed":
             linear = replace(linear, copy_bytes=linear.copy_bytes - weight.nbytes)
@@ -227,6 +234,8 @@ def _plan(
             linear = replace(linear, copy="none", copy_bytes=0, prompt_copy="none", prompt=prompt, why=why)
         budget_bytes -= linear.copy_bytes
         linears.append(linear)
+    if kind == "*" and device.type == "cuda":
+        linears += _plan_joined(weights, device, budget_bytes)
     name = "gpu" if device.type == "cuda" else "reference"
     return Plan(kind, device, dtype, name, upcast, policy.reproducible, tuple(linears), gives_back)
 
@@ -257,6 +266,17 @@ def _plan_linear(name: str, weight: Weight, policy: Policy, device: torch.device
     return LinearPlan(
         name, weight.format, weight.shape, weight.nbytes, copy, copy_bytes, prompt_copy, prompt, "none", why
     )
+
+
+def _plan_joined(weights: dict[str, Weight], device: torch.device, budget_bytes: int) -> list[LinearPlan]:
+    """q, k and v of step rows as one product, where one matrix can hold them."""
+    joined = join([on_meta(weights[name]) for name in JOINED])
+    if joined is None or backend(device).unserved(joined) or joined.nbytes > budget_bytes:
+        return []
+    why = "q, k and v once more: one product for step rows"
+    return [
+        LinearPlan("qkv_proj", joined.format, joined.shape, 0, "joined", joined.nbytes, "none", "none", "none", why)
+    ]
 
 
 def has_bf16_units() -> bool:

@@ -6,13 +6,15 @@ them. FP8 pages use the checkpoint's k and v scales, 1 where it has none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..batch import Role, Rows, Step
 from ..config import AttentionConfig
 from ..ops import backend
-from ..plan import Capabilities, HostStep, Plan
+from ..plan import JOINED, Capabilities, HostStep, Plan
 from ..weights import AttentionWeights
 from .shapes import check_shapes
 from .tables import PageTable
@@ -51,11 +53,21 @@ class AttentionLayer:
             self._ops.linear(found, self._linears["o_proj"], role, residual=mine, out=out[rows.slice])
         return out
 
+    def _project_in(self, hidden: Tensor, role: Role) -> tuple[Tensor, ...]:
+        """q, k, v: [T, heads or kv_heads, head_dim]; rows at a stride where one product gives all three."""
+        ops, linears, norm, eps = self._ops, self._linears, self.weights.norm, self.config.layer_norm_epsilon
+        parts: Sequence[Tensor]
+        if role == "step" and "qkv_proj" in linears:
+            widths = [linears[name].weight.shape[0] for name in JOINED]
+            parts = ops.norm_linear(hidden, norm, linears["qkv_proj"], eps=eps, role=role).split(widths, -1)
+        else:
+            x = ops.rms_norm(hidden, norm, eps=eps)
+            parts = [ops.linear(x, linears[name], role) for name in JOINED]
+        return tuple(part.unflatten(-1, (-1, self.config.head_dim)) for part in parts)
+
     def _attend(self, hidden: Tensor, rows: Rows, role: Role, *, pages: PageTable) -> Tensor:
-        ops, linears, w = self._ops, self._linears, self.weights
-        x = ops.rms_norm(hidden, w.norm, eps=self.config.layer_norm_epsilon)
-        heads = (-1, self.config.head_dim)
-        q, k, v = (ops.linear(x, linears[name], role).unflatten(-1, heads) for name in ("q_proj", "k_proj", "v_proj"))
+        ops, w = self._ops, self.weights
+        q, k, v = self._project_in(hidden, role)
         keys, values, where = pages.keys[self.index], pages.values[self.index], pages.pages(role)
         scales = {"k_scale": w.k_scale, "v_scale": w.v_scale}
         ops.store_kv(k, v, keys, values, where.places, **scales)
