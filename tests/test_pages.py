@@ -206,3 +206,50 @@ def test_what_cannot_be_is_refused():
     other = make_pool(layers=LAYERS[:1])
     with pytest.raises(SnapshotMismatch, match="1 layers"):
         pool.restore(0, other.snapshot(0, 0))
+
+
+def step_rows(slots: list[int], counts: list[int], positions: list[int]) -> Rows:
+    return Rows(tuple(slots), tuple(counts), tuple(positions), (0,) * len(slots), 0, torch.device("cpu"))
+
+
+def test_a_fixed_table_holds_the_rows_of_each_step_and_padding():
+    pool = make_pool()
+    for slot, tokens in ((2, 40), (0, 20), (1, 5)):
+        pool.reserve([slot], [0], [tokens])
+    fixed = pool.fixed_table(sequences=4, rows=6, tokens=16 * 5)
+    where, places = fixed.pages("step"), [t.data_ptr() for t in (fixed.packed, fixed.pages("step").table)]
+    assert where.table.tolist() == [[PAGES] * 5] * 4 and where.row_keys.tolist() == [0] * 6
+    for rows in (
+        step_rows([2, 0], [1, 3], [39, 15]),
+        step_rows([1, SLOTS], [2, 4], [3, 0]),
+        step_rows([2, 0, 1, SLOTS], [2, 1, 1, 2], [16, 0, 4, 0]),
+        step_rows([], [], []),
+    ):
+        pool.fill(fixed, rows)
+        made = pool.table(Step(Batch.verify(rows.slots, rows.rows), None, rows)).pages("step")
+        total, (sequences, width) = rows.total_rows, made.table.shape
+        assert where.table[:sequences, :width].equal(made.table)
+        for ours, theirs in zip(
+            (where.places, where.row_sequence, where.row_keys),
+            (made.places, made.row_sequence, made.row_keys),
+            strict=True,
+        ):
+            assert ours[:total].equal(theirs)
+        for i in range(total):
+            sequence, seen = int(made.row_sequence[i]), int(made.row_keys[i])
+            position = rows.positions[sequence] + i - rows.cu_rows[sequence]
+            if rows.slots[sequence] == SLOTS:
+                assert seen == 0 and int(made.places[i]) // 16 == PAGES
+            else:
+                held = pool.held(rows.slots[sequence])
+                assert seen == position + 1
+                assert int(made.places[i]) == held[position // 16] * 16 + position % 16
+        assert not where.row_keys[total:].any() and bool((where.places[total:] // 16 == PAGES).all())
+        assert places == [t.data_ptr() for t in (fixed.packed, where.table)]
+    with pytest.raises(ShapeError, match="made for 4 sequences of 5 pages and 6 rows"):
+        pool.fill(fixed, step_rows([2], [7], [0]))
+    narrow = pool.fixed_table(sequences=1, rows=1, tokens=16)
+    with pytest.raises(ShapeError, match="of up to 3"):
+        pool.fill(narrow, step_rows([2], [1], [39]))
+    with pytest.raises(ShapeError, match="no prompt rows"):
+        fixed.pages("prompt")

@@ -167,7 +167,7 @@ class PagePool:
         sequences, rows: of every step. tokens: the longest that a sequence may get.
         """
         size = TableSizes(rows, sequences, max(1, self.pages_for(tokens)))
-        packed = torch.empty(size.ints, dtype=torch.int32, device=self.device)
+        packed = torch.full((size.ints,), self.pages, dtype=torch.int32, device=self.device)
         table = PageTable(self.keys, self.values, None, size.views((), packed), packed)
         self.fill(table, Rows((), (), (), (), 0, self.device))
         return table
