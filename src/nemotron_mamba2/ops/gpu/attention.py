@@ -28,7 +28,7 @@ from .. import Pages, reference
 from ..reference.attention import attend_fixed_tiles, gather
 
 FINE_TOKENS, FINE_SPLITS, COARSE_TOKENS = 128, 32, 512
-ATTEND = {"BLOCK": 64, "num_warps": 4, "num_stages": 3}  # 64 keys and values at once; a fine stretch is two of them
+ATTEND = {"BLOCK": 64, "num_warps": 4, "num_stages": 5}  # two blocks of 64 keys and values in flight: a fine stretch
 COMBINE = {"BLOCK": 16, "num_warps": 4, "num_stages": 2}
 PROGRAMS, LEAST_PROGRAMS = 1056, 4  # programs wanted in all; for each row and key head, at least
 LOG2_E = 1.4426950408889634
