@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from checkpoints import small_config, write_checkpoint, write_model, write_tokenizer
-from nemotron_mamba2 import generate
+from nemotron_mamba2 import decoding
 from nemotron_mamba2.batch import Batch
 from nemotron_mamba2.config import Policy
 from nemotron_mamba2.errors import CheckpointError, NemotronMamba2Error, OutOfPages, RequestError
@@ -58,7 +58,7 @@ def test_a_prompt_of_several_pieces_equals_one_piece(model, monkeypatch):
     [long, short] = ids_of(700, 9)
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     whole = [model.generate([prompt], params)[0].token_ids for prompt in (short, long)]
-    monkeypatch.setattr(generate, "PROMPT_ROWS", 300)  # pieces of 256 beside the short prompts
+    monkeypatch.setattr(decoding, "PROMPT_ROWS", 300)  # pieces of 256 beside the short prompts
     together = model.generate([short, long, short], params)
     assert [done.token_ids for done in together] == [whole[0], whole[1], whole[0]]
 

@@ -37,6 +37,7 @@ ORDER = [
     "graph",
     "sampling",
     "chat",
+    "decoding",
     "generate",
     "quantize",
     "engine",

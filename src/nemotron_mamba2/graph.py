@@ -1,12 +1,16 @@
-"""CUDA graphs: a step of one or more layers, captured once per bucket of sequences and replayed for any batch.
+"""CUDA graphs: a step of layers or of a whole model, captured once per bucket and replayed for any batch.
 
     graph = StepGraph(layers, pool, sequences=16)
     hidden = graph(hidden, Batch.decode(slots))
 
-A replay gives the bits of the eager step, and between its kernels no host code runs: hidden rows, slots, positions,
-boundaries and row counts lie in buffers of fixed place that the kernels read. A batch is padded to its bucket with
-sequences of the pool's pad slot, which touch no state; capture and warm-up run on the pad slot alone. Replays allocate
-nothing, so what they return is a view that the next replay overwrites.
+    graph = ModelGraph(network, caches, sequences=16)
+    with caches.step(Batch.decode(slots)) as opened:
+        tokens = graph(tokens, opened).tokens
+
+A replay gives the bits of the eager step, and between its kernels no host code runs: hidden rows or tokens, slots,
+positions, boundaries, row counts and page tables lie in buffers of fixed place that the kernels read. A batch is padded
+to its bucket with sequences of the pool's pad slot, which touch no state; capture and warm-up run on the pad slot
+alone. Replays allocate nothing, so what they return is a view that the next replay overwrites.
 
 The trade-off: rows up to the bucket's size are computed and thrown away, at most a third of them past 16 sequences. All
 CUDA-graph calls of the package are in this file. On a CPU nothing is captured: the same padded step runs eagerly.
@@ -15,7 +19,8 @@ CUDA-graph calls of the package are in this file. On a CPU nothing is captured: 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,13 +28,13 @@ from torch import Tensor
 from .batch import Batch, Rows, Step
 from .errors import ConfigError, ShapeError
 from .layer import NemotronMamba2Layer
-from .model import host_steps
-from .plan import combine
+from .model import Caches, CacheStep, NemotronH, host_steps
+from .plan import Capabilities, combine
 from .state import StatePool
 
 T = TypeVar("T")
-Run: TypeAlias = Callable[[Tensor, Step], Tensor]
 WARM_UPS = 2  # the first compiles, the second finds every workspace made
+LEAST_TOKENS = 1024  # the smallest bucket of context
 
 
 class StepGraph:
@@ -88,7 +93,7 @@ class StepGraph:
             return hidden.clone() if out is None else out.copy_(hidden)
         count = next(size for size in sorted(self._captured) if size >= len(step.batch.slots))
         with host_steps(self._hooks, step):
-            result = self._captured[count](hidden, step.step)
+            result = self._captured[count](hidden, step.step)[: len(hidden)]
         return result if out is None else out.copy_(result)
 
     def _run(self, hidden: Tensor, step: Step) -> Tensor:
@@ -107,17 +112,9 @@ class StepGraph:
         if len({layer.index for layer in self.layers}) != len(self.layers):
             raise ConfigError(f"graph: two layers share their state: indices {[layer.index for layer in self.layers]}")
         can = combine([layer.capabilities for layer in self.layers])
-        most = self.sequences if can.max_sequences is None else can.max_sequences
-        wanted = {
-            "graph": can.graph,
-            "graph_survives": can.graph_survives,
-            "verify": can.verify or self.rows == 1,
-            "max_sequences": most >= self.sequences,
-        }
-        for name, served in wanted.items():
-            if not served:
-                reason = dict(can.why).get(name, "the layer says so")
-                raise ConfigError(f"graph: the layers do not allow it: {name}: {reason}; call the layers instead")
+        why = uncapturable(can, sequences=self.sequences, rows=self.rows)
+        if why:
+            raise ConfigError(f"graph: the layers do not allow it: {why}; call the layers instead")
 
     def _check(self, hidden: Tensor, batch: Batch) -> None:
         if "prompt" in batch.roles:
@@ -135,21 +132,135 @@ class StepGraph:
             )
 
 
-class CapturedStep:
+@dataclass(frozen=True, eq=False)
+class Decoded:
+    """What a decode step gave for each of its sequences: views that the next step overwrites.
+
+    logits: fp32 [S, vocab]. tokens: int64 [S], the likeliest, the lowest id among equals. finite: bool [S], False where
+    the logits hold NaN or +inf, or nothing but −inf.
+    """
+
+    logits: Tensor
+    tokens: Tensor
+    finite: Tensor
+
+    def first(self, count: int) -> Decoded:
+        """Those of the first sequences."""
+        return Decoded(self.logits[:count], self.tokens[:count], self.finite[:count])
+
+
+class ModelGraph:
+    """Decode steps of a whole model as CUDA graphs: token ids in; logits, the likeliest tokens and their check out.
+
+    caches: hold the state of its sequences. sequences: most of a step. A graph serves a bucket of sequences (`buckets`)
+    and a bucket of context, LEAST_TOKENS or twice, four times, … as much; it is captured when its first step comes.
+    Tokens may lie on the device, so that no step waits for the host to see those of the step before. Raises:
+    ConfigError when the layers do not allow it (`uncapturable`).
+    """
+
+    def __init__(self, network: NemotronH, caches: Caches, *, sequences: int) -> None:
+        why = uncapturable(network.capabilities, sequences=sequences)
+        if sequences < 1 or why:
+            raise ConfigError(f"graph: {sequences} sequences; {why or 'expected at least one'}; call forward instead")
+        self.network = network
+        self.caches = caches
+        self.sequences = sequences
+        self._sizes = buckets(sequences)
+        self._hooks = [layer.host_step for layer in network.layers if layer.host_step is not None]
+        self._tokens = torch.zeros(sequences, dtype=torch.int64, device=network.device)
+        self._memory = torch.cuda.graph_pool_handle() if captures(network.device) else None
+        self._captured: dict[tuple[int, int], CapturedStep[Decoded]] = {}
+
+    def __call__(self, tokens: Tensor, opened: CacheStep) -> Decoded:
+        """Replay one step of `caches.step(Batch.decode(…))`.
+
+        tokens: int64 [S], of each sequence in the batch's order. Raises: ShapeError before anything is written.
+        """
+        rows = self._rows(tokens, opened)
+        with host_steps(self._hooks, opened.step):
+            return self.captured(rows)(tokens, rows).first(rows.total_rows)
+
+    def captured(self, rows: Rows) -> CapturedStep[Decoded]:
+        """The graph that serves these rows; captured now if there is none yet."""
+        count = next(size for size in self._sizes if size >= len(rows.slots))
+        longest, tokens = max(rows.positions) + 1, LEAST_TOKENS
+        while tokens < longest:
+            tokens *= 2
+        if (count, tokens) not in self._captured:
+            self._captured[count, tokens] = self._capture(count, tokens)
+        return self._captured[count, tokens]
+
+    def _capture(self, count: int, tokens: int) -> CapturedStep[Decoded]:
+        pages, state = self.caches.pages, self.caches.state
+        table = pages.fixed_table(sequences=count, rows=count, tokens=tokens) if captures(state.device) else None
+
+        def run(tokens: Tensor, step: Step) -> Decoded:
+            opened = CacheStep(step, state, pages, fixed=table)
+            hidden = self.network.run_layers(self.network.embed(tokens), opened)
+            logits = self.network.logits(self.network.final_norm(hidden))
+            best = torch.max(logits, -1)
+            return Decoded(logits, best.indices, torch.isfinite(best.values))
+
+        return CapturedStep(
+            run,
+            state,
+            sequences=count,
+            rows=1,
+            inputs=self._tokens[:count],
+            memory=self._memory,
+            refresh=None if table is None else lambda rows: pages.fill(table, rows),
+        )
+
+    def _rows(self, tokens: Tensor, opened: CacheStep) -> Rows:
+        rows = opened.step.step
+        if rows is None or opened.step.prompt is not None or set(rows.rows) != {1} or len(rows.rows) > self.sequences:
+            raise ShapeError(
+                f"graph: made for decode steps of up to {self.sequences} sequences, found rows "
+                f"{list(opened.step.batch.rows)} as {sorted(set(opened.step.batch.roles))}; call forward for them"
+            )
+        if tokens.shape != (len(rows.rows),):
+            raise ShapeError(f"graph: the batch needs tokens [{len(rows.rows)}], found {list(tokens.shape)}")
+        if opened.state is not self.caches.state:
+            raise ShapeError("graph: the step is of other caches than the graph; make a graph for each")
+        return rows
+
+
+def uncapturable(can: Capabilities, *, sequences: int, rows: int = 1) -> str:
+    """Why steps of these layers cannot be captured, by the field that says so; "" when they can."""
+    most = sequences if can.max_sequences is None else can.max_sequences
+    wanted = {
+        "graph": can.graph,
+        "graph_survives": can.graph_survives,
+        "verify": can.verify or rows == 1,
+        "max_sequences": most >= sequences,
+    }
+    missing = [name for name, served in wanted.items() if not served]
+    return f"{missing[0]}: {dict(can.why).get(missing[0], 'the layer says so')}" if missing else ""
+
+
+class CapturedStep(Generic[T]):
     """One bucket: a function of a step, captured with inputs and cursors of fixed place.
 
-    run: (inputs, step) → result, both by row; it may read nothing of the step on the host but its row and sequence
-    counts. pool: whose pad slot fills what a batch leaves free. inputs: [sequences · rows, …], the buffer that run
-    reads. memory: of `torch.cuda.graph_pool_handle`, to share with other captures. `StepGraph` runs layers this way;
-    a whole model would pass token ids as inputs, and copy its page tables before it calls.
+    run: (inputs, step) → results by row; it may read nothing of the step on the host but its row and sequence counts.
+    pool: whose pad slot fills what a batch leaves free. inputs: [sequences · rows, …], the buffer that run reads.
+    memory: of `torch.cuda.graph_pool_handle`, to share with other captures. refresh: brings what else run reads up to
+    the padded rows, page tables above all.
     """
 
     def __init__(
-        self, run: Run, pool: StatePool, *, sequences: int, rows: int, inputs: Tensor, memory: Any = None
+        self,
+        run: Callable[[Tensor, Step], T],
+        pool: StatePool,
+        *,
+        sequences: int,
+        rows: int,
+        inputs: Tensor,
+        memory: Any = None,
+        refresh: Callable[[Rows], None] | None = None,
     ) -> None:
         # Batches of fewer rows than the bucket need a sequence that owns the others, however many sequences are live.
         self._sequences = sequences + (rows > 1)
-        self._run, self._pool, self._inputs = run, pool, inputs
+        self._run, self._pool, self._inputs, self._refresh = run, pool, inputs, refresh
         self._replay: Callable[[], None] | None = None
         if not captures(pool.device):
             return
@@ -158,18 +269,30 @@ class CapturedStep:
         step = _step(Rows(idle.slots, idle.rows, idle.positions, idle.boundaries, 0, pool.device, self._packed))
         self._replay, self._result = capture(lambda: run(inputs, step), memory=memory)
 
-    def __call__(self, inputs: Tensor, rows: Rows) -> Tensor:
-        """Run the step of these rows. inputs: [T, …]. Returns: [T, …], a view that the next call overwrites."""
+    def __call__(self, inputs: Tensor, rows: Rows) -> T:
+        """Run the step of these rows. inputs: [T, …]. Returns: results of the whole bucket, the rows' own first; the
+        next call overwrites them."""
+        return self.ready(inputs, rows)()
+
+    def ready(self, inputs: Tensor, rows: Rows) -> Callable[[], T]:
+        """Put everything of these rows in its place. Returns: what runs the step."""
         count = rows.total_rows
         padded = self._pad(rows)
         self._inputs[:count].copy_(inputs)
-        self._inputs[count:].zero_()
+        if count < len(self._inputs):
+            self._inputs[count:].zero_()
+        if self._refresh is not None:
+            self._refresh(padded)
         if self._replay is None:
-            return self._run(self._inputs, _step(padded))[:count]
+            return lambda: self._run(self._inputs, _step(padded))
         # From pageable memory: the driver has read it when the call returns, so the next step may come at once.
         self._packed.copy_(torch.tensor(padded.packed, dtype=torch.int64), non_blocking=True)
+        return self._replayed
+
+    def _replayed(self) -> T:
+        assert self._replay is not None
         self._replay()
-        return self._result[:count]
+        return self._result
 
     def _pad(self, rows: Rows) -> Rows:
         return pad(rows, sequences=self._sequences, total_rows=len(self._inputs), pad_slot=self._pool.pad_slot)

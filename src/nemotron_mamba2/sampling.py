@@ -105,12 +105,38 @@ class SampledTokens:
 
     def raise_if_not_finite(self) -> None:
         """Wait for the device. Raises: NemotronMamba2Error that names the sequences whose logits mean nothing."""
-        bad = torch.nonzero(~self.finite.cpu()).flatten().tolist()
-        if bad:
-            raise NemotronMamba2Error(
-                f"logits of sequence {', '.join(map(str, bad))} of {len(self.finite)}: expected finite values, found "
-                "NaN or infinity; the weights or the state are damaged"
-            )
+        check_finite(self.finite.tolist())
+
+    def fetch(self) -> Callable[[], tuple[list[int], list[int]]]:
+        """Begin to copy `tokens` and `finite` (1 or 0) to the host. Returns: what waits for them and gives both.
+
+        The memory of both may be written again at once by work that is queued behind.
+        """
+        both = torch.stack((self.tokens, self.finite.to(self.tokens.dtype)))
+        if both.device.type != "cuda":
+            tokens, finite = both.tolist()
+            return lambda: (tokens, finite)
+        host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+        host.copy_(both, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+
+        def arrived() -> tuple[list[int], list[int]]:
+            event.synchronize()
+            tokens, finite = host.tolist()
+            return tokens, finite
+
+        return arrived
+
+
+def check_finite(finite: Sequence[bool]) -> None:
+    """Raises: NemotronMamba2Error that names the sequences for which it is False, as their logits mean nothing."""
+    bad = [row for row, fine in enumerate(finite) if not fine]
+    if bad:
+        raise NemotronMamba2Error(
+            f"logits of sequence {', '.join(map(str, bad))} of {len(finite)}: expected finite values, found "
+            "NaN or infinity; the weights or the state are damaged"
+        )
 
 
 def sample(

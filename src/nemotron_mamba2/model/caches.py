@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -18,16 +19,26 @@ from ..config import AttentionConfig, Mamba2Config, ModelConfig, Policy
 from ..errors import StateError
 from ..formats import E4M3
 from ..state import Snapshot, StatePool
-from .pages import PAGE_TOKENS, KvSnapshot, PagePool, PageTable
+from .pages import PAGE_TOKENS, KvSnapshot, PagePool
+from .tables import PageTable
 
 
 @dataclass(frozen=True, eq=False)
 class CacheStep:
-    """One step, opened: what every layer of a model needs besides the hidden states."""
+    """One step, opened: what every layer of a model needs besides the hidden states.
+
+    fixed: the page table of a captured step; None: one is made when it is first asked for.
+    """
 
     step: Step
     state: StatePool
-    table: PageTable
+    pages: PagePool
+    fixed: PageTable | None = None
+
+    @cached_property
+    def table(self) -> PageTable:
+        """Where the rows' keys and values go, and what they read."""
+        return self.pages.table(self.step) if self.fixed is None else self.fixed
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +143,7 @@ class Caches:
         starts = self._positions(batch)
         self.pages.reserve(batch.slots, starts, [s + n for s, n in zip(starts, batch.rows, strict=True)])
         with self.state.step(batch) as step:
-            yield CacheStep(step, self.state, self.pages.table(step))
+            yield CacheStep(step, self.state, self.pages)
 
     def pieces(self, batch: Batch) -> list[Batch]:
         """The steps that a batch is run in: more than one when a snapshot is wanted inside its rows."""
@@ -162,7 +173,7 @@ class Caches:
         ones, at = (1,) * len(slots), tuple(starts)
         rows = Rows(slots=tuple(slots), rows=ones, positions=at, boundaries=at, first_row=0, device=self.state.device)
         step = Step(Batch.decode(slots), None, rows)
-        yield CacheStep(step, self.state, self.pages.table(step))
+        yield CacheStep(step, self.state, self.pages)
 
     def commit(self, slots: Sequence[int], accepted: Sequence[int]) -> None:
         """Keep the first accepted[i] rows of the last verify step of slots[i], and forget the rest."""
