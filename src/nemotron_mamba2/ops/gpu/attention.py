@@ -252,7 +252,7 @@ def _step(
     max_splits = split_count(pages.table.shape[1] * page_tokens)
     found = torch.empty(rows, heads, max_splits, head_dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(2, rows, heads, max_splits, dtype=torch.float32, device=q.device)
-    fp8, q, result = keys.dtype == E4M3, _flat(q), out.flatten(1)
+    fp8, q, result = keys.dtype == E4M3, _flat(q), out.view(rows, heads * head_dim)
     shares = min(max_splits, max(LEAST_PROGRAMS, PROGRAMS // (rows * kv_heads)))
     cut = {"FINE": FINE_TOKENS, "SPLITS": FINE_SPLITS, "COARSE": COARSE_TOKENS}
     shape = {"HEADS": heads, "D": head_dim, "D_PAD": max(16, triton.next_power_of_2(head_dim))}
