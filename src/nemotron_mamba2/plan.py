@@ -290,7 +290,8 @@ def _budget(policy: Policy, device: torch.device) -> int:
     if policy.memory_bytes is not None:
         return policy.memory_bytes
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] * 9 // 10
+        # The weights lie there already: what this process holds counts as well as what is free.
+        return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) * 9 // 10
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 7 // 10
 
 

@@ -55,6 +55,26 @@ def roofline(records: Sequence[Record], ceilings: Ceilings, file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
+def bars(records: Sequence[Record], file: Path) -> None:
+    """Draw whole-model records into a file: a bar per step, a part per kind of layer, the floor as a line across it."""
+    figure = figure_class()(figsize=(9, 6), layout="constrained")
+    axes = figure.add_subplot()
+    kinds = list(dict.fromkeys(kind for record in records for kind in record["kinds"]))
+    bottoms = [0.0] * len(records)
+    for i, kind in enumerate(kinds):
+        heights = [record["kinds"].get(kind, {"us": 0.0})["us"] for record in records]
+        axes.bar(range(len(records)), heights, bottom=bottoms, color=f"C{i}", label=kind)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    for name, key, colour in (("whole step", "step_us", "black"), ("floor", "floor_us", "red")):
+        starts, stops = ([i + side for i in range(len(records))] for side in (-0.45, 0.45))
+        axes.hlines([record[key] for record in records], starts, stops, color=colour, label=name)
+    words = [f"{r['model']} {r['format']}\n{r['batch']} × {r['context']}" for r in records]
+    axes.set_xticks(range(len(records)), words, fontsize="x-small")
+    axes.set(ylabel="µs per step of decode", title=records[0]["device"] if records else "")
+    axes.legend(fontsize="small")
+    figure.savefig(file, dpi=150)
+
+
 def _point(record: Record, us: float | None) -> tuple[float, float] | None:
     """(flop per byte, TFLOP/s) of a time."""
     if us is None:

@@ -83,6 +83,59 @@ def record(
     }
 
 
+def model_record(
+    run: Run,
+    *,
+    shape: str,
+    format: str,
+    batch: int,
+    context: int,
+    step_us: float,
+    step_with_host_us: float,
+    kinds_us: dict[str, float],
+    kinds_bytes: dict[str, float],
+    layers: dict[str, int],
+    first_token_ms: dict[str, float],
+    memory: dict[str, int],
+) -> Record:
+    """One measurement of a whole model in steps of decode.
+
+    kinds_us, kinds_bytes: of the layers of each kind alone, and of what stands before and after them ("ends").
+    step_with_host_us: of steps in a row, as the host can queue them. first_token_ms: by prompt tokens. memory: bytes.
+    """
+    nbytes = sum(kinds_bytes.values())
+    floor = nbytes / run.ceilings.read_tb_s / 1e6
+    return {
+        "model": shape,
+        "format": format,
+        "batch": batch,
+        "context": context,
+        "step_us": round(step_us, 1),
+        "step_with_host_us": round(step_with_host_us, 1),
+        "tokens_per_s": round(batch / step_us * 1e6, 1),
+        "floor_us": round(floor, 1),
+        "floor_share": round(floor / step_us, 3),
+        "bytes_per_token": round(nbytes / batch),
+        "gbytes_per_s": round(nbytes / step_us / 1e3, 1),
+        "kinds": {
+            kind: {
+                "layers": layers.get(kind, 0),
+                "us": round(us, 1),
+                "floor_us": round(kinds_bytes[kind] / run.ceilings.read_tb_s / 1e6, 1),
+                "share": round(us / step_us, 3),
+            }
+            for kind, us in kinds_us.items()
+        },
+        "first_token_ms": {tokens: round(ms, 2) for tokens, ms in first_token_ms.items()},
+        "memory": memory,
+        "ceilings": {"copy_tb_s": round(run.ceilings.copy_tb_s, 3), "read_tb_s": round(run.ceilings.read_tb_s, 3)},
+        "device": run.device,
+        "torch": run.torch,
+        "triton": run.triton,
+        "commit": run.commit,
+    }
+
+
 def _commit() -> str:
     """The commit of the source, or "" outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from .shared import size
 
 if TYPE_CHECKING:
     from ..bench.records import Record, Run
@@ -16,6 +18,8 @@ SHAPES = ("nano30b", "super120b", "nano4b", "9b-v2", "ultra550b")
 FORMATS = ("bf16", "fp8_tensor", "fp8_channel", "fp8_block", "nvfp4")
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 PROMPTS = ("checkpoint", "exact", "fp8")
+MODELS = ("nano30b", "super120b", "nano4b", "9b-v2")
+MODEL_FORMATS = ("nvfp4", "fp8", "bf16", "mixed")
 MOST_ROWS, MOST_VERIFY, MOST_TOKENS = 4096, 8, 1 << 20
 
 
@@ -126,6 +130,84 @@ def layer_command(
     _write(records, run, json_file, plot_file)
     if refused:
         raise click.exceptions.Exit(1)
+
+
+@command.command("model")
+@click.option(
+    "--shape", "shapes", callback=listed(MODELS), default="nano30b", show_default=True, help=f"Of {', '.join(MODELS)}."
+)
+@click.option(
+    "--format", "formats", callback=listed(MODEL_FORMATS), default="nvfp4", show_default=True,
+    help=f"Of {', '.join(MODEL_FORMATS)}: the layout of the published file.",
+)  # fmt: skip
+@click.option("--batch", callback=counts(1024), default="1,16,64", show_default=True, help="Sequences of a step.")
+@click.option(
+    "--context", type=click.IntRange(32, MOST_TOKENS), default=1024, show_default=True, help="Tokens that each holds."
+)
+@click.option("--prefill", callback=counts(MOST_TOKENS), metavar="T[,T…]", help="Also time prompts of so many tokens.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the records there.")
+@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw the steps there.")
+@click.option("--commit", help="What to record as the source's commit.  [default: what git says]")
+def model_command(
+    shapes: tuple[str, ...],
+    formats: tuple[str, ...],
+    *,
+    batch: tuple[int, ...],
+    context: int,
+    prefill: tuple[int, ...],
+    json_file: Path | None,
+    plot_file: Path | None,
+    commit: str | None,
+) -> None:
+    """A whole model: tokens per second, its floor, the share of each kind of layer, memory.
+
+    The model has random weights in the layout of a published file, made in device memory. A step of decode is one CUDA
+    graph; its logits must be those of the eager step, bit for bit, or there is no figure and the exit code is 1.
+    """
+    run = _begin(json_file, plot_file, commit)
+    from ..bench import model
+
+    cases = [
+        model.ModelCase(s, f, b, context, prefill if b == batch[0] else ())
+        for s in shapes
+        for f in formats
+        for b in batch
+    ]
+    records: list[Record] = []
+    refused = 0
+    for found in model.measure(cases, run, say=lambda line: click.echo(line, err=True)):
+        if isinstance(found, model.RefusedModel):
+            refused += 1
+            click.echo(f"{found.case.words}: no figure: {found.why}", err=True)
+            continue
+        records.append(found)
+        for line in lines_of(found):
+            click.echo(line)
+    if json_file is not None:
+        json_file.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    if plot_file is not None:
+        from ..bench.plot import bars
+
+        bars(records, plot_file)
+    if refused:
+        raise click.exceptions.Exit(1)
+
+
+def lines_of(record: Record) -> Iterator[str]:
+    """One model record for people."""
+    yield (
+        f"{record['model']:10}{record['format']:7}{record['batch']:4} × {record['context']:<7}"
+        f"{record['step_us']:9.1f} µs {record['tokens_per_s']:8.0f} tokens/s  floor {record['floor_us']:.1f} µs "
+        f"({100 * record['floor_share']:.0f} %)  in a row {record['step_with_host_us']:.1f} µs"
+    )
+    for kind, part in record["kinds"].items():
+        many = f"{part['layers']:3} ×" if part["layers"] else "     "
+        share = 100 * part["share"]
+        yield f"    {kind:5}{many}{part['us']:9.1f} µs{share:5.0f} %  floor {part['floor_us']:.1f} µs"
+    for tokens, ms in record["first_token_ms"].items():
+        yield f"    first token after a prompt of {tokens}: {ms:.1f} ms"
+    parts = "  ".join(f"{name} {size(count)}" for name, count in record["memory"].items())
+    yield f"    {parts}"
 
 
 def line_of(record: Record) -> str:
