@@ -217,7 +217,10 @@ def join(weights: Sequence[Weight]) -> Weight | None:
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """uint8 [..., n], two e2m1 codes a byte, low nibble first → fp32 [..., 2n]."""
-    values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=packed.device)
+    codes = torch.arange(16, device=packed.device)  # E2M1_VALUES, made where they are used: no copy from the host
+    exponent, fraction = (codes & 7) >> 1, codes & 1
+    doubled = torch.where(exponent == 0, 2 * fraction, (2 + fraction) << exponent)
+    values = doubled.float() / 4 * (1 - 2 * (codes >> 3))
     codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     return values[codes.int()]
 

@@ -29,7 +29,7 @@ device_option = click.option(
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,
-    help="Where to run; auto is the CPU for now.",
+    help="Where to run; auto is the GPU where there is one, else the CPU.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 
@@ -47,8 +47,8 @@ def device_name(device: str) -> str:
     """What --device means here. Raises: click.UsageError when there is no GPU and one was asked for."""
     import torch
 
-    if device == "auto":  # on a GPU only the step rows of Mamba-2 layers have kernels so far
-        return "cpu"
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("--device cuda: torch finds no CUDA device here; take --device cpu")
     return device
