@@ -90,11 +90,11 @@ class Quantised(nn.Module):
 
     @property
     def budget_bytes(self) -> int:
-        """What copies may take: what was granted, and on a GPU as much as a matrix itself (NVFP4 is repacked there)."""
+        """What copies may take: what was granted, and on a GPU as much as the matrices (NVFP4 is repacked there)."""
         weights = self.weights()
-        if weights[0].weight.device.type == "cpu" or len(weights) > 1:
+        if weights[0].weight.device.type == "cpu":
             return self.granted_bytes
-        return max(self.granted_bytes, weights[0].nbytes)
+        return max(self.granted_bytes, sum(weight.nbytes for weight in weights))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantised:
         def move(tensor: Tensor) -> Tensor:
