@@ -32,7 +32,7 @@ from .nvrtc import argument, expect_rows16, rows16
 from .tiles import INPUTS_PER_CHUNK, Defines, Few, Tiles, Wide
 
 SLICES = 4  # of K in products of stacks: there are enough experts to fill the device; part of a result's bits
-ROWS_AT_ONCE = 65536  # assignments: 0.6 GB for Nano-30B, 0.7 GB for Super-120B
+ROWS_AT_ONCE = 65535  # assignments, a grid holds no more: 0.6 GB for Nano-30B, 0.7 GB for Super-120B
 TORCH_ROUTES = 256  # prompt rows from which torch's fp32 product beats reading the gate once per 16 rows
 TORCH_GROUPS = 32  # rows per expert from which torch's grouped product runs bf16 prompts
 SCORE_ROWS = 16  # rows of a block of `scores`
