@@ -58,6 +58,8 @@ extern "C" __global__ __launch_bounds__(WARPS * 32) void linear(
   for (int d = 0; d < DEPTH; d++)
     if (c0 + d < c1) load(q[d], w, block_scales, tile, last_tile, c0 + d, lane);
   if (AHEAD) bring(w, block_scales, tile, last_tile, c0 + DEPTH, min(AHEAD, c1 - c0 - DEPTH), lane);
+  if (NORM)
+    for (int e = 32 * threadIdx.x; e < K_; e += 32 * 32 * WARPS) hint(norm_weight + e);
   if (!STACK) {
     wait_for_inputs();
     let_next_start();
@@ -72,8 +74,9 @@ extern "C" __global__ __launch_bounds__(WARPS * 32) void linear(
   if (NORM) {
     __shared__ float partial[TOKENS][SPANS];
     u16* normed = (u16*)shared;
-    for (int m = 0; m < M; m++)
-      norm_row<NORM == 2>(tokens + m * ldx, z + (token0 + m) * ldz, norm_weight, normed + m * XPITCH, partial[m], warp, WARPS, eps);
+    const u16* gates = z + token0 * ldz;
+    if (M == 1) norm_row<NORM == 2>(tokens, gates, norm_weight, normed, partial[0], warp, WARPS, eps);
+    else norm_rows_of_block<NORM == 2>(tokens, ldx, gates, ldz, norm_weight, normed, XPITCH, partial, M, warp, WARPS, eps);
     __syncthreads();
     tokens = normed;
     pitch = XPITCH;

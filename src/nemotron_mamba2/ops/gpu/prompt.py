@@ -20,6 +20,7 @@ from .nvrtc import argument, rows16
 from .tiles import FORMAT_CODES
 
 CAST_THREADS = 256
+FAST_SUMS = True  # of FP8 products: 5 to 9 % faster; error 2.0e-3 to 2.6e-3 instead of 1.7e-3, codes alone cost 2.6e-2
 PACKED = 5  # FORMAT of dequantize.cu
 
 
@@ -69,7 +70,9 @@ def product(x: Tensor | Codes, linear: Linear, *, out: Tensor | None = None) -> 
         return torch.mm(x, values(weight, linear.packed).T, out=out)
     assert isinstance(weight, (Fp8Tensor, Fp8Channel))
     scale = weight.scale.unsqueeze(0) if isinstance(weight, Fp8Channel) else weight.scale
-    y = torch._scaled_mm(x.values, weight.weight.T, x.scale, scale, out_dtype=torch.bfloat16)
+    y = torch._scaled_mm(
+        x.values, weight.weight.T, x.scale, scale, out_dtype=torch.bfloat16, use_fast_accum=FAST_SUMS
+    )
     return y if out is None else out.copy_(y)
 
 
