@@ -33,7 +33,7 @@ extern "C" __global__ __launch_bounds__(256) void cast(
   let_next_start();
   x += m * ldx;
   if (NORM) {
-    norm_row<NORM == 2>(x, z + m * ldz, weight, row, partial, warp, 8, eps);
+    norm_row<NORM == 2, 8>(x, z + m * ldz, weight, row, partial, warp, eps);
     __syncthreads();
     x = row;
   }

@@ -74,9 +74,8 @@ extern "C" __global__ __launch_bounds__(WARPS * 32) void linear(
   if (NORM) {
     __shared__ float partial[TOKENS][SPANS];
     u16* normed = (u16*)shared;
-    const u16* gates = z + token0 * ldz;
-    if (M == 1) norm_row<NORM == 2>(tokens, gates, norm_weight, normed, partial[0], warp, WARPS, eps);
-    else norm_rows_of_block<NORM == 2>(tokens, ldx, gates, ldz, norm_weight, normed, XPITCH, partial, M, warp, WARPS, eps);
+    for (int m = 0; m < M; m++)
+      norm_row<NORM == 2, WARPS>(tokens + m * ldx, z + (token0 + m) * ldz, norm_weight, normed + m * XPITCH, partial[m], warp, eps);
     __syncthreads();
     tokens = normed;
     pitch = XPITCH;

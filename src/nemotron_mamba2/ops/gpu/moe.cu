@@ -26,7 +26,7 @@ extern "C" __global__ __launch_bounds__(256) void scores(
   let_next_start();
   int first = blockIdx.y * BATCH, count = min(M - first, BATCH);
   if (NORM) {
-    norm_row<false>(x, x, norm_weight, row, partial, warp, 8, eps);
+    norm_row<false, 8>(x, x, norm_weight, row, partial, warp, eps);
     __syncthreads();
     if (blockIdx.x == 0)
       for (int at = 8 * threadIdx.x; at < K_; at += 8 * 256) *(uint4*)(normed + at) = *(const uint4*)(row + at);

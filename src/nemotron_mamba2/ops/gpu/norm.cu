@@ -8,7 +8,7 @@ extern "C" __global__ __launch_bounds__(256) void norm_rows(
   for (int e = 32 * threadIdx.x; e < K_; e += 32 * 256) hint(weight + e);
   wait_for_inputs();
   long long m = blockIdx.x;
-  norm_row<GATED_>(x + m * ldx, z + m * ldz, weight, out + m * ld_out, partial, threadIdx.x >> 5, 8, eps);
+  norm_row<GATED_, 8>(x + m * ldx, z + m * ldz, weight, out + m * ld_out, partial, threadIdx.x >> 5, eps);
 }
 
 // out[m] = x[m], in ORDER.

@@ -76,10 +76,10 @@ DEVICE float norm_scale(const float* partial, float eps) {  // of one whole row
 }
 
 // A block of `warps` warps norms one row into out; partial: SPANS floats of shared memory.
-template <bool GATED>
-DEVICE void norm_row(const u16* x, const u16* z, const float* weight, u16* out, float* partial, int warp, int warps, float eps) {
+template <bool GATED, int warps>
+DEVICE void norm_row(const u16* x, const u16* z, const float* weight, u16* out, float* partial, int warp, float eps) {
   if (GROUPS == 1) {
-    constexpr int MOST = 2;  // spans a warp may hold: blocks have at least 4 warps
+    constexpr int MOST = (SPANS + warps - 1) / warps;  // spans that a warp holds
     float v[MOST][VECTORS][8];
 #pragma unroll
     for (int k = 0; k < MOST; k++)
@@ -100,31 +100,5 @@ DEVICE void norm_row(const u16* x, const u16* z, const float* weight, u16* out, 
       load_span<GATED>(x + span * SPAN, z + span * SPAN, v);
       store_span(v, rsqrtf(span_sum(v) / (float)SPAN + eps), weight + span * SPAN, out + span * SPAN);
     }
-  }
-}
-
-// The same rows and bits where a block norms M of them, partial: [M][SPANS]. Rows are read a second time, from L1, so that
-// all spans of all rows are in flight and none is held.
-template <bool GATED>
-DEVICE void norm_rows_of_block(
-    const u16* x, long long ldx, const u16* z, long long ldz, const float* weight, u16* out, int pitch, float (*partial)[SPANS],
-    int M, int warp, int warps, float eps) {
-#pragma unroll 4
-  for (int k = warp; k < M * SPANS; k += warps) {
-    int m = k / SPANS, span = k % SPANS;
-    float v[VECTORS][8];
-    load_span<GATED>(x + m * ldx + span * SPAN, z + m * ldz + span * SPAN, v);
-    float sum = span_sum(v);
-    if (GROUPS == 1) partial[m][span] = sum;
-    else store_span(v, rsqrtf(sum / (float)SPAN + eps), weight + span * SPAN, out + m * pitch + span * SPAN);
-  }
-  if (GROUPS > 1) return;
-  __syncthreads();
-#pragma unroll 2
-  for (int k = warp; k < M * SPANS; k += warps) {
-    int m = k / SPANS, span = k % SPANS;
-    float v[VECTORS][8];
-    load_span<GATED>(x + m * ldx + span * SPAN, z + m * ldz + span * SPAN, v);
-    store_span(v, norm_scale(partial[m], eps), weight + span * SPAN, out + m * pitch + span * SPAN);
   }
 }
