@@ -18,6 +18,7 @@ CUDA-graph calls of the package are in this file. On a CPU nothing is captured: 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -350,8 +351,13 @@ def capture(work: Callable[[], T], *, memory: Any = None) -> tuple[Callable[[], 
             work()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory):
-        result = work()
+    gc.collect()
+    gc.disable()  # an older graph that is collected now would free its memory within the capture, which ends it
+    try:
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+            result = work()
+    finally:
+        gc.enable()
     return graph.replay, result
 
 

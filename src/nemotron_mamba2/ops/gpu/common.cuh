@@ -34,9 +34,6 @@ DEVICE void mma(float* d, const u32* a, u32 b0, u32 b1) {  // m16n8k16: fp32 += 
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-DEVICE void hint(const void* p) {  // its line is wanted in L2
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-}
 // Dependent launch: a kernel reads nothing but constants (weights, scales) and cursors before it waits. Waiting means that
 // the kernel before is complete, and so, since that one waited, all before it. A kernel lets the next one start when it has
 // waited itself: earlier was no faster, the next one's blocks wait in places that this kernel needs (norms need few, and do).

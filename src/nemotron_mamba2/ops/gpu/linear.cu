@@ -58,8 +58,6 @@ extern "C" __global__ __launch_bounds__(WARPS * 32) void linear(
   for (int d = 0; d < DEPTH; d++)
     if (c0 + d < c1) load(q[d], w, block_scales, tile, last_tile, c0 + d, lane);
   if (AHEAD) bring(w, block_scales, tile, last_tile, c0 + DEPTH, min(AHEAD, c1 - c0 - DEPTH), lane);
-  if (NORM)
-    for (int e = 32 * threadIdx.x; e < K_; e += 32 * 32 * WARPS) hint(norm_weight + e);
   if (!STACK) {
     wait_for_inputs();
     let_next_start();

@@ -5,7 +5,6 @@ extern "C" __global__ __launch_bounds__(256) void norm_rows(
     u16* out, const u16* x, const u16* z, const float* weight, long long ld_out, long long ldx, long long ldz, float eps) {
   __shared__ float partial[SPANS];
   let_next_start();  // before waiting: the product asks for its weights meanwhile, and this kernel needs few places
-  for (int e = 32 * threadIdx.x; e < K_; e += 32 * 256) hint(weight + e);
   wait_for_inputs();
   long long m = blockIdx.x;
   norm_row<GATED_, 8>(x + m * ldx, z + m * ldz, weight, out + m * ld_out, partial, threadIdx.x >> 5, eps);

@@ -11,9 +11,6 @@
 // rings (`state.StateLayout`) keep every row that is read here apart from every row that is written here, whichever block
 // runs first; B and C of a new row are convolved by every block of their group and stored by one.
 //
-// EARLY 1: the next kernel may start before this one has waited, and this one asks for what it will read; where sequences
-// are few, so that nobody lacks a place.
-//
 // Each sum has one fixed tree: over n by lane xor 16, 8, 4, 2, 1, over the window in order, cumsum by shuffles. RPW,
 // WARPS and the grid only say who computes which row, so they may follow the number of sequences: a row's bits do not.
 
@@ -58,27 +55,6 @@ DEVICE float log_decay(const Window& win, float A, int count) {
     if (lane >= d) c += before;
   }
   return c;
-}
-
-// What a block reads beside its inputs is asked for before it waits: state, live ring rows, taps of the convolution.
-DEVICE void bring_state(
-    const Packed* state, const u16* ring_x, const u16* ring_B, const float* ring_dt, const u16* ring_conv,
-    const float* conv_weight, const float* conv_bias, int channel_x, int channel_B, int live, int first, int raw_place) {
-  int lane = threadIdx.x & 31;
-  for (int at = 128 * lane; at < RPW * (N / 4) * (int)sizeof(Packed); at += 128 * 32) hint((const u8*)state + at);
-  for (int s = threadIdx.x; s < live; s += THREADS) {
-    long long place = wrap(first + s, R);
-    hint(ring_x + place * H * P);
-    for (int n = 0; n < N; n += 64) hint(ring_B + place * G * N + n);
-    hint(ring_dt + place * H);
-  }
-  for (int e = 8 * threadIdx.x; e < ROWS + 2 * N; e += 8 * THREADS) {
-    int c = e < ROWS ? channel_x + e : channel_B + (e < ROWS + N ? 0 : (G - 1) * N) + e - ROWS;
-    hint(conv_weight + c * KW);
-    if (HAS_BIAS && e % 32 == 0) hint(conv_bias + c);
-    if (e % 64 == 0)
-      for (int back = 1; back < KW; back++) hint(ring_conv + (long long)wrap(raw_place - back + KR, KR) * CONV + c);
-  }
 }
 
 // The state one whole window later.
@@ -159,9 +135,8 @@ extern "C" __global__ __launch_bounds__(THREADS, N > 128 || THREADS > 512 ? 1 : 
   long long first = cu_rows[sequence];
   int rows = (int)(cu_rows[sequence + 1] - first);
   if (slot == pad_slot || rows == 0) {
-    if (EARLY) let_next_start();
     wait_for_inputs();
-    if (!EARLY) let_next_start();
+    let_next_start();
     for (int e = threadIdx.x; e < rows * ROWS; e += THREADS)
       y[(first + e / ROWS) * ld_y + head * P + block_row + e % ROWS] = 0;
     return;
@@ -175,13 +150,8 @@ extern "C" __global__ __launch_bounds__(THREADS, N > 128 || THREADS > 512 ? 1 : 
   float A = -expf(A_log[head]), skip = D[head], step_bias = dt_bias[head];
   bool stores_group = head % PER == 0 && split == 0;
   int ring_place = (int)(position % R), raw_place = (int)(position % KR);
-  if (EARLY) {
-    let_next_start();
-    bring_state(state, ring_x, ring_B, ring_dt, ring_conv, conv_weight, conv_bias, head * P + block_row, H * P + group * N,
-                (int)(position - boundary), (int)(boundary % R), raw_place);
-  }
   wait_for_inputs();
-  if (!EARLY) let_next_start();
+  let_next_start();
 
   float S[RPW][NV][4];
 #pragma unroll

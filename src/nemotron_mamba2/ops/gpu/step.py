@@ -20,7 +20,6 @@ from . import nvrtc
 from .nvrtc import argument
 
 STATE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-EARLY_SEQUENCES = 4  # up to here the next kernel starts early, and the state is asked for ahead; at 8 that costs 1 to 2 µs
 FEW_SEQUENCES = 4  # below this, small blocks keep more multiprocessors busy
 
 
@@ -65,9 +64,8 @@ def step(
     shape = (("H", H), ("P", P), ("G", G), ("N", N), ("W", W), ("R", R), ("KR", KR), ("KW", KW))
     flags = (("STATE", STATE_CODES[state.ssm.dtype]), ("HAS_BIAS", int(conv_bias is not None)))
     limits = (("HAS_LIMIT", int(time_step_limit is not None)), ("RPW", rows_per_warp), ("WARPS", warps))
-    early = (("EARLY", int(len(rows.slots) <= EARLY_SEQUENCES)),)
     low, high = time_step_limit or (0.0, 0.0)
-    _kernel(xbc.device.index, (*shape, *flags, *limits, *early)).launch(
+    _kernel(xbc.device.index, (*shape, *flags, *limits)).launch(
         (H * P // (rows_per_warp * warps), len(rows.slots)),
         0,
         [
