@@ -1,9 +1,9 @@
 """Products of prompt rows: what they read (norm and FP8 cast in one launch, `cast.cu`), then cuBLAS.
 
 bf16 weights: `torch.mm`. FP8 activations on FP8 weights: `torch._scaled_mm`; with one scale for all rows its sums are
-fast ones (5 to 9 % less time; error 2.0e-3 to 2.6e-3 instead of 1.7e-3, where the codes alone cost 2.6e-2). All else: the weight's values in one bf16
-scratch (`dequantize.cu`, the bits of `formats.dequantize`), then `torch.mm`; above some hundred rows the scratch costs
-less than the product. Bytes of the scratch: 2 per weight, freed after the product.
+fast ones (5 to 9 % less time; error 2.0e-3 to 2.6e-3 instead of 1.7e-3, where the codes alone cost 2.6e-2). All else:
+the weight's values in one bf16 scratch (`dequantize.cu`, the bits of `formats.dequantize`), then `torch.mm`; above some
+hundred rows the scratch costs less than the product. Bytes of the scratch: 2 per weight, freed after the product.
 """
 
 from __future__ import annotations
