@@ -5,7 +5,9 @@ On a CPU a `StepGraph` captures nothing and runs the same padded step eagerly; r
 
 from __future__ import annotations
 
+import gc
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -304,3 +306,36 @@ def test_sizes_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
     layers = [r.layer, r.layer] if how.layers == "twice" else how.layers
     with pytest.raises(NemotronMamba2Error, match="graph"):
         StepGraph(layers, r.pool(4), sequences=how.sequences, rows=how.rows)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_nothing_is_collected_within_a_capture(enabled: bool, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, seen = SimpleNamespace(wait_stream=lambda other: None), []
+    for name, stand_in in {
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": nullcontext,
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "graph": lambda graph, **how: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+
+    def work() -> int:
+        seen.append(gc.isenabled())
+        if fails and len(seen) > graph_module.WARM_UPS:
+            raise ValueError("within the capture")
+        return 7
+
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        if fails:
+            with pytest.raises(ValueError, match="within"):
+                graph_module.capture(work)
+        else:
+            assert graph_module.capture(work)[1] == 7
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
+    assert seen == [enabled] * graph_module.WARM_UPS + [False]

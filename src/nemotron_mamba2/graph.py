@@ -19,7 +19,8 @@ CUDA-graph calls of the package are in this file. On a CPU nothing is captured: 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -351,14 +352,22 @@ def capture(work: Callable[[], T], *, memory: Any = None) -> tuple[Callable[[], 
             work()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    gc.collect()
-    gc.disable()  # an older graph that is collected now would free its memory within the capture, which ends it
-    try:
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-            result = work()
-    finally:
-        gc.enable()
+    with _no_collection(), torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        result = work()
     return graph.replay, result
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """An older graph that is collected within a capture frees its memory there, which ends the capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _step(rows: Rows) -> Step:
