@@ -16,7 +16,7 @@ from torch import Tensor
 from nemotron_mamba2.batch import Batch
 from nemotron_mamba2.config import Policy
 from nemotron_mamba2.formats import FORMATS
-from nemotron_mamba2.graph import StepGraph
+from nemotron_mamba2.graph import WARM_UPS, StepGraph, capture
 from nemotron_mamba2.layer import NemotronMamba2Layer
 from nemotron_mamba2.plan import make_plan
 from nemotron_mamba2.state import STATE_DTYPES, StatePool
@@ -172,6 +172,25 @@ def test_a_replay_allocates_nothing_and_waits_for_nothing(layer: NemotronMamba2L
     after = torch.cuda.memory_stats()
     for counter in ("allocation.all.allocated", "segment.all.allocated", "reserved_bytes.all.current"):
         assert after[counter] == before[counter], counter
+
+
+def test_garbage_that_holds_graphs_does_not_end_a_capture() -> None:
+    layer, pool, x = make_layer("bf16"), nan_pool(NANO), rows(4)
+    ring: list[object] = [StepGraph(layer, pool, sequences=2)]
+    ring.append(ring)
+    held, calls = [ring], []
+    del ring
+
+    def work() -> Tensor:
+        calls.append(1)
+        if len(calls) > WARM_UPS:  # within the capture the older graphs become garbage, and much is allocated
+            held.clear()
+            calls.extend([[] for _ in range(100_000)])  # type: ignore[misc]
+        return x * 2
+
+    replay, result = capture(work)
+    replay()
+    assert same_bits(result, x * 2)
 
 
 def test_an_eager_layer_waits_for_nothing(layer: NemotronMamba2Layer) -> None:
