@@ -118,6 +118,7 @@ def test_cases_become_records_and_models_that_do_not_fit_refusals(tiny, monkeypa
     assert isinstance(found, dict) and (found["step_us"], found["tokens_per_s"]) == (100.0, 20000.0)
     assert set(found["kinds"]) == {"ends", "M", "E", "*"} and found["kinds"]["M"]["layers"] == 6
     assert list(found["first_token_ms"]) == ["40"] and found["commit"] == "abc1234"
+    assert list(found["memory"]) == ["weights", "pools", "graphs", "peak", "beyond", "beyond_prompts"]
     assert found["bytes_per_token"] * 2 == pytest.approx(found["floor_us"] * 4.2e6, rel=0.2)
 
 

@@ -167,7 +167,7 @@ def _measure(made: Made, case: ModelCase, run: Run) -> Record | RefusedModel:
     }
     nbytes = step_bytes(made, case)
     del graph, saved
-    first_token = {str(count): time_prompt(made, count) for count in case.prefill}
+    prompts = {str(count): time_prompt(made, count) for count in case.prefill}
     return model_record(
         run,
         shape=case.shape,
@@ -179,14 +179,15 @@ def _measure(made: Made, case: ModelCase, run: Run) -> Record | RefusedModel:
         kinds_us=kinds,
         kinds_bytes=nbytes,
         layers={kind: network.config.pattern.count(kind) for kind in made.by_kind if kind != ENDS},
-        first_token_ms=first_token,
+        first_token_ms={tokens: ms for tokens, (ms, _) in prompts.items()},
         memory={
             "weights": made.resident_bytes,
             "pools": caches.nbytes,
             "graphs": graph_bytes,
             "peak": peak,
             "beyond": peak - base - caches.nbytes,
-        },
+        }
+        | ({"beyond_prompts": max(beyond for _, beyond in prompts.values())} if prompts else {}),
     )
 
 
@@ -346,15 +347,18 @@ def _work(network: NemotronH, opened: CacheStep, kind: str, *, batch: int) -> Ca
     return ends if kind == ENDS else run
 
 
-def time_prompt(made: Made, tokens: int) -> float:
-    """Milliseconds from a prompt of so many tokens to its first token, as `generate` runs it: the median of three."""
+def time_prompt(made: Made, tokens: int) -> tuple[float, int]:
+    """A prompt of so many tokens to its first token, as `generate` runs it: milliseconds, the median of three, and the
+    peak of memory beyond the pools and what was there before."""
+    base = _allocated("cuda")
+    torch.cuda.reset_peak_memory_stats()
     model = Model(made.network, policy=made.policy)
     caches = model.caches(slots=1, tokens=tokens + 16)
     draw = torch.Generator().manual_seed(0)
     prompt = torch.randint(3, made.network.config.vocab_size, (tokens,), generator=draw).tolist()
     request = SamplingParams(max_tokens=1, ignore_eos=True)
     times = [model.generate([prompt], request, caches=caches)[0].prompt_seconds for _ in range(4)]
-    return median(times[1:]) * 1e3
+    return median(times[1:]) * 1e3, torch.cuda.max_memory_allocated() - base - caches.nbytes
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
