@@ -1,12 +1,13 @@
 """Times mixture-of-experts layers of the published shapes on this GPU, against the bytes that they must read.
 
     python bench/moe.py [--shape nano30b super120b] [--format nvfp4 …] [--rows 1 4 16 64 256] [--prompt 1024 8192]
-                        [--tokens]
+                        [--tokens] [--layouts]
 
 Step rows: microseconds per layer in a CUDA graph over LAYERS layers of their own random weights; floor: the bytes of
 the experts hit, shared expert, latent projections and router, at 4.39 TB/s. Prompt rows: the routed experts alone, by
 our kernels and, for bf16, by torch's grouped product. --tokens: the routed experts by size of groups, to choose
-`moe.py: _tokens`. One JSON object a line.
+`moe.py: _tokens`. --layouts, bf16 alone: torch's grouped product of the up and the down projections, weights with their
+inputs contiguous, as in the files, and transposed. One JSON object a line.
 """
 
 from __future__ import annotations
@@ -117,6 +118,21 @@ def group_sizes(config: MoeConfig, parts: Mixture, rows: int) -> dict[str, float
     return found
 
 
+def layouts(config: MoeConfig, parts: Mixture, rows: int) -> dict[str, float]:
+    """Both products of the routed experts, their rows already in the order of the experts."""
+    chosen, _ = choose(torch.randn(rows, config.hidden_size, device="cuda").bfloat16(), parts, config)
+    ends = torch.bincount(chosen.flatten(), minlength=config.n_routed_experts).cumsum(0).int()
+    found = {}
+    for name in ("up", "down"):
+        weight = getattr(parts, name).weight.values  # [experts, outputs, inputs]
+        x = torch.randn(chosen.numel(), weight.shape[-1], device="cuda").bfloat16()
+        turned = weight.transpose(-1, -2)
+        for layout, operand in (("rows", turned), ("transposed", turned.contiguous())):
+            run = captured(lambda x=x, w=operand: torch._grouped_mm(x, w, offs=ends))
+            found[f"{name}_{layout}_us"] = microseconds(run)
+    return found
+
+
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -125,6 +141,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 4, 16, 64, 256])
     parser.add_argument("--prompt", nargs="*", type=int, default=[1024, 8192])
     parser.add_argument("--tokens", action="store_true")
+    parser.add_argument("--layouts", action="store_true")
     arguments = parser.parse_args()
     for shape in arguments.shape:
         for format in arguments.format:
@@ -138,6 +155,10 @@ def main() -> None:
                 line = {"shape": shape, "format": format, "prompt": rows} | prompt_rows(config, layers[0], rows)
                 line |= group_sizes(config, layers[0], rows) if arguments.tokens and rows <= 4096 else {}
                 print(json.dumps(line), flush=True)
+            if arguments.layouts and format == "bf16":
+                for rows in arguments.rows + arguments.prompt:
+                    line = {"shape": shape, "layouts": rows} | layouts(config, layers[0], rows)
+                    print(json.dumps(line), flush=True)
             del layers
 
 
