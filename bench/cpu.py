@@ -155,6 +155,8 @@ def machine(threads: int) -> dict[str, Any]:
     """What the numbers belong to."""
     from importlib.metadata import version
 
+    from nemotron_mamba2 import __version__
+
     info = Path("/proc/cpuinfo")
     names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
     commit = subprocess.run(
@@ -165,7 +167,7 @@ def machine(threads: int) -> dict[str, Any]:
         + torch.backends.cpu.get_cpu_capability(),
         "threads": threads,
         "load_before": os.getloadavg()[0],
-        "versions": {name: version(name) for name in ("nemotron-mamba2", "torch", "transformers")},
+        "versions": {"nemotron-mamba2": __version__} | {name: version(name) for name in ("torch", "transformers")},
         "commit": commit,
     }
 

@@ -124,7 +124,7 @@ def layouts(config: MoeConfig, parts: Mixture, rows: int) -> dict[str, float]:
     ends = torch.bincount(chosen.flatten(), minlength=config.n_routed_experts).cumsum(0).int()
     found = {}
     for name in ("up", "down"):
-        weight = getattr(parts, name).weight.values  # [experts, outputs, inputs]
+        weight = getattr(parts, name).weight.weight  # [experts, outputs, inputs]
         x = torch.randn(chosen.numel(), weight.shape[-1], device="cuda").bfloat16()
         turned = weight.transpose(-1, -2)
         for layout, operand in (("rows", turned), ("transposed", turned.contiguous())):
