@@ -41,21 +41,23 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void mixer(
     const float* conv_bias, const float* dt_bias, const float* A_log, const float* D, long long ld_out, long long ld_hidden,
     long long pad_slot, int M, int sequences, u32 key, float low_limit, float high_limit, float eps) {
   extern __shared__ __align__(128) u8 shared[];
-  __shared__ float sums[2 * WARPS * 144], partial[MOST * in_proj::SPANS];
+  __shared__ float sums[2 * WARPS * 144], partial[MOST * (in_proj::SPANS > out_proj::SPANS ? in_proj::SPANS : out_proj::SPANS)];
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   u8* ring = shared + warp * DEPTH * SLOT;
   u8* area = shared + WARPS * DEPTH * SLOT;
   in_proj::Matrix a = {in_w, in_block_scales, in_scale};
   out_proj::Matrix b = {out_w, out_block_scales, out_scale};
 
-  in_proj::Place in_at = in_proj::first_place(warp);
-  out_proj::Place out_at = out_proj::first_place(warp);
-  int slot = 0;
+  in_proj::Walk in_at = {nullptr, nullptr, in_proj::first_turn(warp), 0};
+  out_proj::Walk out_at = {nullptr, nullptr, out_proj::first_turn(warp), 0};
+  in_proj::enter(in_at, a, warp, lane);
+  out_proj::enter(out_at, b, warp, lane);
+  int slot = 0, turn = in_at.turn;
   auto refill = [&] {
     if (FORMAT == 4) __syncwarp();
     u32 to = address(ring + slot * SLOT);
-    if (in_at.tile < in_proj::TILES) in_proj::send(to, a, in_at, warp, lane);
-    else if (out_at.tile < out_proj::TILES) out_proj::send(to, b, out_at, warp, lane);
+    if (in_at.turn < in_proj::TILES) in_proj::send(to, a, in_at, warp, lane);
+    else if (out_at.turn < out_proj::TILES) out_proj::send(to, b, out_at, warp, lane);
     asm volatile("cp.async.commit_group;" ::: "memory");
     slot = slot + 1 == DEPTH ? 0 : slot + 1;
   };
@@ -66,7 +68,8 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void mixer(
   };
 #pragma unroll 1
   for (int d = 0; d < DEPTH; d++) refill();
-  bring_array(norm_weight, in_proj::K_);
+  float4 in_norm[in_proj::VECTORS][2], out_norm[out_proj::VECTORS][2];
+  in_proj::hold_weights(in_norm, norm_weight);
   bring_array(conv_weight, CONV * KW);
   if (HAS_BIAS) bring_array(conv_bias, CONV);
   bring_array(gated_weight, out_proj::K_);
@@ -75,9 +78,12 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void mixer(
   constexpr int IN = in_proj::ROWS_OUT;
   unsigned long long met = 0;
   if (threadIdx.x == 0) met = arrived(arrivals) / (2 * gridDim.x) * (2 * gridDim.x);
-  in_proj::norm_tokens<false>((u16*)area, hidden, hidden, norm_weight, ld_hidden, ld_hidden, M, eps, partial);
-  in_proj::product(a, (const u16*)area, M, sums, oldest, refill, [&](int n, int m, float v) { projected[m * IN + n] = narrow(v); });
-  arrive(arrivals);
+  auto to_projected = [&](int n, int m, float v) { projected[m * IN + n] = narrow(v); };
+  in_proj::norm_tokens<false>((u16*)area, hidden, hidden, in_norm, ld_hidden, ld_hidden, M, eps, partial);
+  in_proj::product(a, (const u16*)area, M, turn, in_proj::FIRST, sums, oldest, refill, to_projected);
+  arrive(arrivals);  // with xBC and dt; z is not needed before the second meeting
+  in_proj::product(a, (const u16*)area, M, turn, in_proj::TILES, sums, oldest, refill, to_projected);
+  __syncthreads();
   let_next_start();
 
   const u16 *z = projected, *xbc = projected + H * P, *dt = xbc + CONV;
@@ -93,9 +99,11 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void mixer(
   meet();
   arrive(arrivals);
 
+  out_proj::hold_weights(out_norm, gated_weight);
   await(arrivals, met + 2 * gridDim.x);
-  out_proj::norm_tokens<true>((u16*)area, y, z, gated_weight, H * P, IN, M, eps, partial);
-  out_proj::product(b, (const u16*)area, M, sums, oldest, refill, [&](int n, int m, float v) {
+  out_proj::norm_tokens<true>((u16*)area, y, z, out_norm, H * P, IN, M, eps, partial);
+  turn = out_proj::first_turn(warp);
+  out_proj::product(b, (const u16*)area, M, turn, out_proj::TILES, sums, oldest, refill, [&](int n, int m, float v) {
     out[m * ld_out + n] = narrow(v + widen(hidden[m * ld_hidden + n]));
   });
 }

@@ -147,12 +147,12 @@ def text(config: Mamba2Config) -> str:
     """The source: two products of different shapes are one text in two namespaces."""
     hidden, inner, rows = config.hidden_size, config.d_inner, config.in_proj_rows
     product = nvrtc.source("norm.cuh", "weights.cuh", "stream.cuh")
-    shapes = (("in_proj", hidden, 1, rows), ("out_proj", inner, config.n_groups, hidden))
+    shapes = (("in_proj", hidden, 1, rows, inner), ("out_proj", inner, config.n_groups, hidden, 0))
     products = [
         f"namespace {name} {{\n"
-        f"constexpr int K_ = {columns}, GROUPS = {groups}, ROWS_OUT = {rows_out}, S = {slices(rows_out, columns)};\n"
+        f"constexpr int K_ = {columns}, GROUPS = {groups}, ROWS_OUT = {rows_out}, S = {slices(rows_out, columns)}, LATER = {later};\n"
         f"{product}\n}}"
-        for name, columns, groups, rows_out in shapes
+        for name, columns, groups, rows_out, later in shapes
     ]
     return "\n".join((nvrtc.source("common.cuh", "state.cuh", "step.cuh"), *products, nvrtc.source("mixer.cu")))
 

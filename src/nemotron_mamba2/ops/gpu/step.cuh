@@ -188,6 +188,22 @@ DEVICE void step_block(Window& win, const Step& in, int part, int sequence, cons
     __syncthreads();
   }
   load_window(win, ring_x, ring_B, ring_dt, (int)(boundary % R), live);
+  constexpr int TRIPS = (ROWS + 2 * N + THREADS - 1) / THREADS;
+  int channel[TRIPS];
+  u16 raw[TRIPS][KW];
+  float taps[TRIPS][KW], bias[TRIPS];
+#pragma unroll
+  for (int k = 0; k < TRIPS; k++) {
+    int e = threadIdx.x + k * THREADS;
+    channel[k] = e < ROWS ? head * P + block_row + e : H * P + (e < ROWS + N ? group : G + group) * N + (e - ROWS) % N;
+    if (e >= ROWS + 2 * N) break;
+#pragma unroll
+    for (int tap = 0; tap < KW; tap++) {
+      if (tap < KW - 1) raw[k][tap + 1] = ring_conv[wrap(raw_place + tap - (KW - 1) + KR, KR) * CONV + channel[k]];
+      taps[k][tap] = in.conv_weight[channel[k] * KW + tap];
+    }
+    bias[k] = HAS_BIAS ? in.conv_bias[channel[k]] : 0.f;
+  }
   rows_are_there();
 
   for (int j = 0; j < rows; j++) {
@@ -200,20 +216,11 @@ DEVICE void step_block(Window& win, const Step& in, int part, int sequence, cons
     }
     int i = (int)(t - boundary);
     int place = wrap(ring_place + j, R), new_raw = (raw_place + j) % KR;
-    constexpr int TRIPS = (ROWS + 2 * N + THREADS - 1) / THREADS;
-    int channel[TRIPS];
-    u16 raw[TRIPS][KW];
 #pragma unroll
     for (int k = 0; k < TRIPS; k++) {
-      int e = threadIdx.x + k * THREADS;
-      channel[k] = e < ROWS ? head * P + block_row + e : H * P + (e < ROWS + N ? group : G + group) * N + (e - ROWS) % N;
-      if (e < ROWS + 2 * N)
 #pragma unroll
-        for (int tap = 0; tap < KW; tap++) {
-          int back = j - (KW - 1) + tap;
-          raw[k][tap] = back >= 0 ? in.xbc[(first + back) * in.ld_xbc + channel[k]]
-                                  : ring_conv[wrap(raw_place + back + KR, KR) * CONV + channel[k]];
-        }
+      for (int tap = 0; tap < KW - 1; tap++) raw[k][tap] = raw[k][tap + 1];
+      if (threadIdx.x + k * THREADS < ROWS + 2 * N) raw[k][KW - 1] = in.xbc[(first + j) * in.ld_xbc + channel[k]];
     }
 #pragma unroll
     for (int k = 0; k < TRIPS; k++) {
@@ -221,8 +228,8 @@ DEVICE void step_block(Window& win, const Step& in, int part, int sequence, cons
       if (e >= ROWS + 2 * N) break;
       float acc = 0.f;
 #pragma unroll
-      for (int tap = 0; tap < KW; tap++) acc = fmaf(widen(raw[k][tap]), in.conv_weight[c * KW + tap], acc);
-      if (HAS_BIAS) acc += in.conv_bias[c];
+      for (int tap = 0; tap < KW; tap++) acc = fmaf(widen(raw[k][tap]), taps[k][tap], acc);
+      if (HAS_BIAS) acc += bias[k];
       u16 bits = narrow(silu(acc));
       float value = widen(bits);
       if (e < ROWS) {

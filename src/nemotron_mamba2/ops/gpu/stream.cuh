@@ -1,44 +1,60 @@
 // One product inside a kernel that stays: weights pass through rings in shared memory, a ring per warp, while the block's
 // rows of tokens lie beside them. Sums are those of `linear.cu`, bit for bit.
 //
-//   K_ inputs   ROWS_OUT outputs   S slices of K, one warp each; WARPS / S tiles of 16 outputs side by side
-//   DEPTH chunks of a warp on their way
+//   K_ inputs   ROWS_OUT outputs   S slices of K, one warp each; SETS tiles of 16 outputs side by side
+//   LATER       outputs at the front whose turn comes last        DEPTH  chunks of a warp on their way
 //
 // A thread copies what it will read itself, so a chunk is there when the thread's own copies are (NVFP4's scales: the
 // warp's), and its place is free when it has been read.
 
-constexpr int TILES = ROWS_OUT / 16, SETS = WARPS / S, SCALE_PITCH = (K_ + 127) / 128;
-constexpr int GROUP = S > 4 ? S / 4 : 1;
+constexpr int TILES = ROWS_OUT / 16, SETS = WARPS / S, SCALE_PITCH = (K_ + 127) / 128, GROUP = S > 4 ? S / 4 : 1;
+constexpr int FIRST = TILES - LATER / 16;        // tiles before the later ones
 constexpr int XPITCH = K_ + (FORMAT == 0 ? 32 : 8);  // of rows of tokens: no bank conflicts
+constexpr int HELD = (MOST * SPANS + WARPS - 1) / WARPS;  // spans of tokens that a warp norms
 
 struct Matrix {
   const u8 *w, *block_scales;
   const float* scale;
 };
 
-// Which tile and chunk of it a warp copies next.
-struct Place {
-  int tile, chunk;
-};
-DEVICE int first_chunk(int warp) { return warp % S * CHUNKS / S; }
-DEVICE Place first_place(int warp) { return {(int)blockIdx.x * SETS + warp / S, first_chunk(warp)}; }
+// The warp's turns: one tile of every SETS · gridDim.x, neighbouring blocks side by side.
+DEVICE int first_turn(int warp) { return blockIdx.x + gridDim.x * (warp / S); }
+DEVICE int tile_of(int turn) { return turn < FIRST ? turn + LATER / 16 : turn - FIRST; }
 
-DEVICE void send(u32 slot, const Matrix& a, Place& at, int warp, int lane) {
+// What a warp copies next.
+struct Walk {
+  const u8 *w, *block_scales;
+  int turn, left;
+};
+DEVICE void enter(Walk& at, const Matrix& a, int warp, int lane) {
+  if (at.turn >= TILES) return;
+  int chunk = warp % S * CHUNKS / S;
+  at.left = (warp % S + 1) * CHUNKS / S - chunk;
+  long long tile = tile_of(at.turn);
   if (FORMAT == 4) {
-    long long unit = (long long)at.tile * CHUNKS + at.chunk;
-    copy16(slot + 16 * lane, a.w + unit * 512 + 16 * lane);
-    if (lane < 16) copy4(slot + 512 + 4 * lane, a.block_scales + unit * 64 + 4 * lane);
+    at.w = a.w + (tile * CHUNKS + chunk) * 512 + 16 * lane;
+    at.block_scales = a.block_scales + (tile * CHUNKS + chunk) * 64 + 4 * lane;
   } else {
-    constexpr int B = FORMAT == 0 ? 2 : 1;
-    const u8* p = a.w + ((long long)(at.tile * 16 + (lane >> 2)) * K_ + 64 * at.chunk) * B + 16 * (lane & 3);
+    at.w = a.w + ((tile * 16 + (lane >> 2)) * K_ + 64 * chunk) * (FORMAT == 0 ? 2 : 1) + 16 * (lane & 3);
+  }
+}
+DEVICE void send(u32 slot, const Matrix& a, Walk& at, int warp, int lane) {
+  constexpr int B = FORMAT == 0 ? 2 : 1;
+  if (FORMAT == 4) {
+    copy16(slot + 16 * lane, at.w);
+    if (lane < 16) copy4(slot + 512 + 4 * lane, at.block_scales);
+    at.w += 512;
+    at.block_scales += 64;
+  } else {
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
-      for (int k = 0; k < B; k++) copy16(slot + (B * h + k) * 512 + 16 * lane, p + (long long)h * 8 * K_ * B + 64 * k);
+      for (int k = 0; k < B; k++) copy16(slot + (B * h + k) * 512 + 16 * lane, at.w + (long long)h * 8 * K_ * B + 64 * k);
+    at.w += 64 * B;
   }
-  if (++at.chunk < (warp % S + 1) * CHUNKS / S) return;
-  at.chunk = first_chunk(warp);
-  at.tile += gridDim.x * SETS;
+  if (--at.left) return;
+  at.turn += gridDim.x * SETS;
+  enter(at, a, warp, lane);
 }
 DEVICE void take(Chunk& q, const u8* slot, int lane) {
 #pragma unroll
@@ -46,41 +62,60 @@ DEVICE void take(Chunk& q, const u8* slot, int lane) {
   if (FORMAT == 4) q.scale[0] = *(const u16*)(slot + 512 + 2 * lane);
 }
 
-// All warps norm M rows into shared memory; partial: [M][SPANS] floats there.
+// Norm weights of the warp's span, which is the same in every row: asked for before the rows are there.
+DEVICE void hold_weights(float4 (*w)[2], const float* weight) {
+  int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < VECTORS; i++) {
+    int at = 8 * (lane + 32 * i);
+    const float4* from = (const float4*)(weight + warp % SPANS * SPAN + at);
+    if (at < SPAN) w[i][0] = from[0], w[i][1] = from[1];
+  }
+}
+// All warps norm M rows into shared memory; partial: [MOST][SPANS] floats there.
 template <bool GATED>
 DEVICE void norm_tokens(
-    u16* to, const u16* x, const u16* z, const float* weight, long long ldx, long long ldz, int M, float eps, float* partial) {
-  int warp = threadIdx.x >> 5;
-  float v[VECTORS][8];
-#pragma unroll 4
-  for (int e = warp; e < M * SPANS; e += WARPS) {
-    int m = e / SPANS, at = e % SPANS * SPAN;
-    load_span<GATED>(x + m * ldx + at, z + m * ldz + at, v);
-    float sum = span_sum(v);
-    if (GROUPS == 1) partial[e] = sum;
-    else store_span(v, rsqrtf(sum / (float)SPAN + eps), weight + at, to + m * XPITCH + at);
+    u16* to, const u16* x, const u16* z, const float4 (*w)[2], long long ldx, long long ldz, int M, float eps, float* partial) {
+  static_assert(WARPS % SPANS == 0, "a warp has one span");
+  int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, span = warp % SPANS;
+  float v[HELD][VECTORS][8];
+#pragma unroll
+  for (int k = 0; k < HELD; k++) {
+    int m = warp / SPANS + k * (WARPS / SPANS);
+    if (m < M) load_span<GATED>(x + m * ldx + span * SPAN, z + m * ldz + span * SPAN, v[k]);
   }
-  __syncthreads();
-  if (GROUPS > 1) return;
-#pragma unroll 4
-  for (int e = warp; e < M * SPANS; e += WARPS) {
-    int m = e / SPANS, at = e % SPANS * SPAN;
-    load_span<GATED>(x + m * ldx + at, z + m * ldz + at, v);
-    store_span(v, norm_scale(partial + m * SPANS, eps), weight + at, to + m * XPITCH + at);
+#pragma unroll
+  for (int k = 0; k < HELD; k++) {
+    int m = warp / SPANS + k * (WARPS / SPANS);
+    if (m < M) partial[m * SPANS + span] = span_sum(v[k]);
+  }
+  if (GROUPS == 1) __syncthreads();
+#pragma unroll
+  for (int k = 0; k < HELD; k++) {
+    int m = warp / SPANS + k * (WARPS / SPANS);
+    if (m >= M) break;
+    float scale = GROUPS == 1 ? norm_scale(partial + m * SPANS, eps) : rsqrtf(partial[m * SPANS + span] / (float)SPAN + eps);
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+      int at = 8 * (lane + 32 * i);
+      if (at < SPAN) *(uint4*)(to + m * XPITCH + span * SPAN + at) = normed8(v[k][i], scale, w[i][0], w[i][1]);
+    }
   }
   __syncthreads();
 }
 
-// store(n, m, sum) for every output of this block's tiles. oldest(): waits for the warp's oldest chunk, and says where it
-// lies; refill(): puts another one there. sums: [2][WARPS][16 · 9] floats.
+// store(n, m, sum) for every output of the turns from `turn` to before `end`. oldest(): waits for the warp's oldest chunk,
+// and says where it lies; refill(): puts another one there. sums: [2][WARPS][16 · 9] floats.
 template <class Oldest, class Refill, class Store>
 DEVICE void product(
-    const Matrix& a, const u16* tokens, int M, float* sums, const Oldest& oldest, const Refill& refill, const Store& store) {
+    const Matrix& a, const u16* tokens, int M, int& turn, int end, float* sums, const Oldest& oldest, const Refill& refill,
+    const Store& store) {
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, set = warp / S;
-  int c0 = first_chunk(warp), c1 = (warp % S + 1) * CHUNKS / S;
+  int c0 = warp % S * CHUNKS / S, c1 = (warp % S + 1) * CHUNKS / S;
   float factor = scale_of_sum(a.scale);
   float* mine = sums + set * S * 144;
-  for (int tile = first_place(warp).tile; tile < TILES; tile += gridDim.x * SETS) {
+  for (; turn < end; turn += gridDim.x * SETS) {
+    int tile = tile_of(turn);
     float acc[1][1][4] = {};
     for (int c = c0; c < c1; c++) {
       Chunk q;
