@@ -1,5 +1,5 @@
-"""A whole Mamba-2 layer over step rows. Few rows, on Hopper: one launch (`mixer.cu`) that keeps weights streaming while its
-blocks wait for each other. Otherwise, and where a shape does not fit, three: `linear.py`, `step.py`, `linear.py`.
+"""A whole Mamba-2 layer over step rows. Few rows, on Hopper: one launch (`mixer.cu`) that keeps weights streaming while
+its blocks wait for each other. Otherwise, and where a shape does not fit, three: `linear.py`, `step.py`, `linear.py`.
 
 Both ways give the same bits. Bytes: weights once, and those of `step.py`.
 """
@@ -20,7 +20,7 @@ from . import nvrtc
 from .linear import hopper, norm_linear, norm_linear_residual, operands, unserved
 from .nvrtc import argument, expect_rows16, rows16
 from .step import STATE_CODES, served_state, state_key, step
-from .tiles import FORMAT_CODES, INPUTS_PER_CHUNK, Defines, slices
+from .tiles import FORMAT_CODES, Defines, slices
 
 SHARED_BYTES = 227 << 10  # of a multiprocessor, for blocks
 COOPERATIVE = True
@@ -49,7 +49,7 @@ class Resident:
 def mixer(
     hidden: Tensor, parts: Mixer, state: LayerState, rows: Rows, *, config: Mamba2Config, out: Tensor | None = None
 ) -> Tensor:
-    """hidden + out_proj(gated_norm(step(in_proj(norm(hidden))))) of step rows; hidden: bf16 [T, hidden]. Returns: the same."""
+    """hidden + out_proj(gated_norm(step(in_proj(norm(hidden))))) of step rows; hidden, out: bf16 [T, hidden]."""
     cut = (
         resident(parts, state, rows, config) if hidden.dtype == torch.bfloat16 and hopper(hidden.device.index) else None
     )
@@ -150,7 +150,8 @@ def text(config: Mamba2Config) -> str:
     shapes = (("in_proj", hidden, 1, rows, inner), ("out_proj", inner, config.n_groups, hidden, 0))
     products = [
         f"namespace {name} {{\n"
-        f"constexpr int K_ = {columns}, GROUPS = {groups}, ROWS_OUT = {rows_out}, S = {slices(rows_out, columns)}, LATER = {later};\n"
+        f"constexpr int K_ = {columns}, GROUPS = {groups}, ROWS_OUT = {rows_out}, LATER = {later};\n"
+        f"constexpr int S = {slices(rows_out, columns)};\n"
         f"{product}\n}}"
         for name, columns, groups, rows_out, later in shapes
     ]
