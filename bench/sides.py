@@ -1,11 +1,12 @@
 """Sides of a comparison on one machine: each is a process of its own, and they take turns, so that a busy machine slows
 all of them. A side is a script called with `--serve NAME`; it answers cases, (prompt rows or 0, sequences), with tokens
-per second.
+per second, or nan where the device's memory did not suffice.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -29,7 +30,12 @@ def serve(load: Callable[[], Callable[[int, int], float]], threads: int) -> None
         run(32, 1)
         print("ready", file=answers, flush=True)
         for line in sys.stdin:
-            print(run(*json.loads(line)), file=answers, flush=True)
+            try:
+                found = run(*json.loads(line))
+            except torch.OutOfMemoryError:
+                found = math.nan
+                torch.cuda.empty_cache()  # the other sides share the device
+            print(found, file=answers, flush=True)
 
 
 class Side:

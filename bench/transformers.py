@@ -133,14 +133,19 @@ def summary(speeds: Speeds, device: str) -> list[dict[str, Any]]:
         ours = found["accelerate"]
         row: dict[str, Any] = {
             "measure": f"{case}, tokens/s",
-            **{name: median(values) for name, values in found.items()},
+            **{name: middle(values) for name, values in found.items()},
         }
         for other in [name for name in found if name != "accelerate"]:
-            row[f"× {other}"] = median(a / b for a, b in zip(ours, found[other], strict=True))
+            row[f"× {other}"] = middle([a / b for a, b in zip(ours, found[other], strict=True)])
         if device == "cpu" and case in BARS:
             row |= {"bar": BARS[case], "holds": row["× torch"] >= BARS[case]}
         rows.append(row)
     return rows
+
+
+def middle(values: list[float]) -> float:
+    """The median, or nan where a round ran out of memory."""
+    return math.nan if any(map(math.isnan, values)) else median(values)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -148,8 +153,18 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"| | {' | '.join(columns)} | bar |", "|---|" + "---|" * (len(columns) + 1)]
     for row in rows:
         bar = f"≥ {row['bar']}{'' if row['holds'] else ' (missed)'}" if "bar" in row else ""
-        lines.append(f"| {row['measure']} | {' | '.join(f'{row[key]:.3g}' for key in columns)} | {bar} |")
+        cells = ["out of memory" if math.isnan(row[key]) else f"{row[key]:.3g}" for key in columns]
+        lines.append(f"| {row['measure']} | {' | '.join(cells)} | {bar} |")
     return "\n".join(lines)
+
+
+def plain(value: Any) -> Any:
+    """The same for JSON, which has no nan."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def main() -> None:
@@ -182,7 +197,7 @@ def main() -> None:
         speeds = measure(directory, names, cases, device=args.device, threads=args.threads, rounds=args.rounds)
     rows = summary(speeds, args.device)
     print(table(rows))
-    line = json.dumps({"bench": "transformers", **about, "rows": rows, "tokens_per_second": speeds})
+    line = json.dumps(plain({"bench": "transformers", **about, "rows": rows, "tokens_per_second": speeds}))
     print(line)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ DEVICE void await(const unsigned long long* arrivals, unsigned long long count) 
   __syncthreads();
 }
 
-extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void mixer(
+extern "C" __global__ __launch_bounds__(THREADS, 1) void mixer(
     u16* out, const u16* hidden, const float* norm_weight, const u8* in_w, const u8* in_block_scales, const float* in_scale,
     const float* gated_weight, const u8* out_w, const u8* out_block_scales, const float* out_scale, u16* projected, u16* y,
     unsigned long long* arrivals, void* ssm, u16* ring_x, u16* ring_B, float* ring_dt, u16* ring_conv, const long long* slots,
@@ -73,8 +73,12 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void mixer(
   bring_array(conv_weight, CONV * KW);
   if (HAS_BIAS) bring_array(conv_bias, CONV);
   bring_array(gated_weight, out_proj::K_);
+  if (AHEAD & 24) in_proj::bring_next(a, in_at, AHEAD & 16 ? 2 : 1, warp, lane);
 
   wait_for_inputs();
+  // Lane l of the first warp knows the block's part 1 + l, whose state is asked for while in_proj runs.
+  int later = blockIdx.x + gridDim.x * (1 + lane), parts = sequences * H * SPLITS;
+  long long later_slot = AHEAD & 4 && warp == 0 && later < parts ? slots[later / (H * SPLITS)] : pad_slot;
   constexpr int IN = in_proj::ROWS_OUT;
   unsigned long long met = 0;
   if (threadIdx.x == 0) met = arrived(arrivals) / (2 * gridDim.x) * (2 * gridDim.x);
@@ -82,19 +86,26 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void mixer(
   in_proj::norm_tokens<false>((u16*)area, hidden, hidden, in_norm, ld_hidden, ld_hidden, M, eps, partial);
   in_proj::product(a, (const u16*)area, M, turn, in_proj::FIRST, sums, oldest, refill, to_projected);
   arrive(arrivals);  // with xBC and dt; z is not needed before the second meeting
+  if (later_slot != pad_slot) {
+    long long row = later_slot * H * P + later % (H * SPLITS) * ROWS;
+    in_proj::bring_to_l2((const u8*)ssm + row * N * (sizeof(Packed) / 4), ROWS * N * (sizeof(Packed) / 4));
+  }
   in_proj::product(a, (const u16*)area, M, turn, in_proj::TILES, sums, oldest, refill, to_projected);
   __syncthreads();
   let_next_start();
+  if (AHEAD & 1) out_proj::bring_next(b, out_at, 1 << 20, warp, lane);
 
   const u16 *z = projected, *xbc = projected + H * P, *dt = xbc + CONV;
   Step in = {y, ssm, ring_x, ring_B, ring_dt, ring_conv, xbc, dt, slots, positions, boundaries, cu_rows, conv_weight,
              conv_bias, dt_bias, A_log, D, H * P, IN, IN, pad_slot, key, low_limit, high_limit};
   bool waiting = true;
   auto meet = [&] {
-    if (waiting) await(arrivals, met + gridDim.x);
+    if (!waiting) return;
+    if (AHEAD & 2) out_proj::bring_next(b, out_at, 1 << 20, warp, lane);
+    await(arrivals, met + gridDim.x);
     waiting = false;
   };
-  for (int part = blockIdx.x; part < sequences * H * SPLITS; part += gridDim.x)
+  for (int part = blockIdx.x; part < parts; part += gridDim.x)
     step_block(*(Window*)area, in, part % (H * SPLITS), part / (H * SPLITS), [] {}, meet);
   meet();
   arrive(arrivals);

@@ -56,6 +56,14 @@ DEVICE void send(u32 slot, const Matrix& a, Walk& at, int warp, int lane) {
   at.turn += gridDim.x * SETS;
   enter(at, a, warp, lane);
 }
+// Ask for what the warp copies next, up to the end of so many turns, to be brought to L2.
+DEVICE void bring_next(const Matrix& a, const Walk& at, int turns, int warp, int lane) {
+  int end = (warp % S + 1) * CHUNKS / S, left = at.left;
+  for (int turn = at.turn; turn < TILES && turns > 0; turn += gridDim.x * SETS, turns--) {
+    bring(a.w, a.block_scales, tile_of(turn), TILES - 1, end - left, left, lane);
+    left = end - warp % S * CHUNKS / S;
+  }
+}
 DEVICE void take(Chunk& q, const u8* slot, int lane) {
 #pragma unroll
   for (int k = 0; k < WORDS; k++) q.w[0][k] = *(const uint4*)(slot + 512 * k + 16 * lane);
