@@ -57,7 +57,7 @@ def linear_image(format: str, rows_out: int, columns: int, rows: int, architectu
 def step_image(state: int, sequences: int, architecture: str) -> bytes:
     rows, warps = step.tiles(64, 128, sequences)
     defines = [*NANO.items(), ("STATE", state), ("RPW", rows), ("WARPS", warps)]
-    return nvrtc.compile_cubin(nvrtc.source("common.cuh", "state.cuh", "step.cuh", "step.cu"), defines, architecture)
+    return nvrtc.compile_cubin(nvrtc.source("common.cuh", "state.cuh", "step.cu"), defines, architecture)
 
 
 def norm_image(architecture: str, order: int = 0) -> bytes:

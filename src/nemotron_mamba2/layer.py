@@ -16,7 +16,7 @@ from torch import Tensor
 from .batch import Batch, Role, Rows, Step
 from .config import Mamba2Config
 from .errors import ShapeError
-from .ops import Linear, Mixer, backend
+from .ops import Linear, backend
 from .plan import Capabilities, HostStep, Plan
 from .state import StatePool
 from .weights import Mamba2Weights
@@ -41,7 +41,6 @@ class NemotronMamba2Layer:
         _check_shapes(config, weights)
         linears = plan.prepare(weights)
         self._in_proj, self._out_proj = linears["in_proj"], linears["out_proj"]
-        self._mixer = self._parts() if plan.device.type == "cuda" else None
 
     def __call__(self, hidden: Tensor, batch: Batch | Step, pool: StatePool) -> Tensor:
         """Run the layer over every row of a step.
@@ -82,7 +81,6 @@ class NemotronMamba2Layer:
         plain.config, plain.weights, plain.plan, plain.index = self.config, self.weights, self.plan, self.index
         plain._ops = backend(torch.device("cpu"))
         plain._in_proj, plain._out_proj = Linear(self.weights.in_proj), Linear(self.weights.out_proj)
-        plain._mixer = None
         return plain
 
     def project_in(self, hidden: Tensor, role: Role, *, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,29 +156,12 @@ class NemotronMamba2Layer:
             out=out,
         )
 
-    def _parts(self) -> Mixer:
-        w = self.weights
-        return Mixer(
-            norm=w.norm,
-            in_proj=self._in_proj,
-            conv_weight=w.conv1d_weight,
-            conv_bias=w.conv1d_bias,
-            dt_bias=w.dt_bias,
-            A_log=w.A_log,
-            D=w.D,
-            gated_norm=w.gated_norm,
-            out_proj=self._out_proj,
-        )
-
     def _run(self, hidden: Tensor, step: Step, pool: StatePool) -> Tensor:
         parts = [self._run_share(hidden[rows.slice], role, rows, pool) for role, rows in step.shares]
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else hidden.clone()
 
     def _run_share(self, hidden: Tensor, role: Role, rows: Rows, pool: StatePool) -> Tensor:
         if role == "step":
-            if self._mixer is not None:
-                state = pool.layer_state(self.index)
-                return self._ops.mixer(hidden, self._mixer, state, rows, config=self.config)
             z, xbc, dt = self.project_in(hidden, role)
             return self.project_out(self.step(xbc, dt, rows, pool), z, hidden, role)
         out = torch.empty_like(hidden)

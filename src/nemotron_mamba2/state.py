@@ -120,8 +120,6 @@ class StatePool:
             name: torch.empty(layers, slots + 1, *shape, dtype=dtype, device=self.device)
             for name, (shape, dtype) in self.layout.tensors().items()
         }
-        cuda = self.device.type == "cuda"
-        self._arrivals = torch.zeros(1, dtype=torch.int64, device=self.device) if cuda else None
         self._zero(self.pad_slot)
         self._free = list(range(slots))[::-1]
         self._cursors: dict[int, _Cursor] = {}
@@ -262,12 +260,7 @@ class StatePool:
         """The memory of one Mamba-2 layer, as its ops see it."""
         views = {name: tensor[layer] for name, tensor in self._tensors.items()}
         return LayerState(
-            **views,
-            window_rows=self.layout.window_rows,
-            pad_slot=self.pad_slot,
-            seed=self.seed,
-            layer=layer,
-            arrivals=self._arrivals,
+            **views, window_rows=self.layout.window_rows, pad_slot=self.pad_slot, seed=self.seed, layer=layer
         )
 
     # -- copies -------------------------------------------------------------------------------------------------------

@@ -43,25 +43,6 @@ class Linear:
 
 
 @dataclass(frozen=True, eq=False)
-class Mixer:
-    """A Mamba-2 layer made ready to run.
-
-    norm: fp32 [hidden]. in_proj: [d_inner + conv_dim + H, hidden]. conv_weight: fp32 [conv_dim, K]. conv_bias: fp32
-    [conv_dim] or None. dt_bias, A_log, D: fp32 [H]. gated_norm: fp32 [d_inner]. out_proj: [hidden, d_inner].
-    """
-
-    norm: Tensor
-    in_proj: Linear
-    conv_weight: Tensor
-    conv_bias: Tensor | None
-    dt_bias: Tensor
-    A_log: Tensor
-    D: Tensor
-    gated_norm: Tensor
-    out_proj: Linear
-
-
-@dataclass(frozen=True, eq=False)
 class Mixture:
     """A mixture-of-experts layer made ready to run.
 
@@ -89,7 +70,7 @@ class LayerState:
     [slots, R, G, N], both post-conv in the activation dtype; ring_dt: fp32 [slots, R, H], after softplus; a row of
     position t lies at t mod R. ring_conv: [slots, K, conv_dim], raw conv inputs, at t mod K. window_rows: rows from
     one boundary to the next. seed, layer: key of the stochastic rounding of an fp16 state. pad_slot: the slot whose
-    rows are padding. arrivals: int64 [1], where a launch counts its blocks, or None; nothing else writes it.
+    rows are padding.
     """
 
     ssm: Tensor
@@ -101,7 +82,6 @@ class LayerState:
     pad_slot: int
     seed: int
     layer: int
-    arrivals: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,6 @@ from ..reference import CHUNK_ROWS, quantize, scan_rows
 from .attention import attention, store_kv
 from .conv import conv
 from .linear import linear, norm_linear, norm_linear_residual, pack, rms_norm, unserved
-from .mixer import mixer
 from .moe import mixture, route, routed_experts, unserved_mixture
 from .scan import scan, unserved_mixer
 from .step import step
@@ -21,7 +20,6 @@ __all__ = [
     "attention",
     "conv",
     "linear",
-    "mixer",
     "mixture",
     "norm_linear",
     "norm_linear_residual",

@@ -298,7 +298,7 @@ def product(
         + _extras(tile, square, None if stack is None else per_row, terms),
         shared,
     )
-    codes, block_scales, scale = operands(linear)
+    codes, block_scales, scale = _operands(linear)
     table, order = (None, None) if stack is None else (stack.table, stack.order)
     found, worth, found_pitch = (None, None, 0) if terms is None else (terms.found, terms.worth, terms.found.stride(0))
     if isinstance(tile, Wide):
@@ -332,7 +332,7 @@ def _extras(tile: Tiles, square: bool, per_row: int | None, terms: Terms | None)
     return tuple(found)
 
 
-def operands(linear: Linear) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _operands(linear: Linear) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Weight codes, block scales and the scale of the sums."""
     weight = linear.weight
     if isinstance(weight, Nvfp4):

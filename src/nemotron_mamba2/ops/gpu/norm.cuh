@@ -53,18 +53,19 @@ DEVICE float span_sum(const float (*v)[8]) {
     for (int j = 0; j < 8; j++) sum = fmaf(v[i][j], v[i][j], sum);
   return warp_sum(sum);
 }
-DEVICE uint4 normed8(const float* v, float scale, float4 w0, float4 w1) {
-  return make_uint4(
-      narrow2(v[0] * scale * w0.x, v[1] * scale * w0.y), narrow2(v[2] * scale * w0.z, v[3] * scale * w0.w),
-      narrow2(v[4] * scale * w1.x, v[5] * scale * w1.y), narrow2(v[6] * scale * w1.z, v[7] * scale * w1.w));
-}
 DEVICE void store_span(const float (*v)[8], float scale, const float* weight, u16* out) {
   int lane = threadIdx.x & 31;
 #pragma unroll
   for (int i = 0; i < VECTORS; i++) {
     int at = 8 * (lane + 32 * i);
     if (at >= SPAN) break;
-    store8(out + at, normed8(v[i], scale, *(const float4*)(weight + at), *(const float4*)(weight + at + 4)));
+    float4 w0 = *(const float4*)(weight + at), w1 = *(const float4*)(weight + at + 4);
+    uint4 r;
+    r.x = narrow2(v[i][0] * scale * w0.x, v[i][1] * scale * w0.y);
+    r.y = narrow2(v[i][2] * scale * w0.z, v[i][3] * scale * w0.w);
+    r.z = narrow2(v[i][4] * scale * w1.x, v[i][5] * scale * w1.y);
+    r.w = narrow2(v[i][6] * scale * w1.z, v[i][7] * scale * w1.w);
+    store8(out + at, r);
   }
 }
 DEVICE float norm_scale(const float* partial, float eps) {  // of one whole row

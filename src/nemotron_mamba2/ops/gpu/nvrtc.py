@@ -29,7 +29,7 @@ NVRTC_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "nvrtc64_130_0.dll", "nvrtc64
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 REGISTERS, LOCAL_BYTES = 4, 3  # CU_FUNC_ATTRIBUTE_NUM_REGS, _LOCAL_SIZE_BYTES
 BF16_TILES, WHOLE_LINES = 9, 2  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, _L2_PROMOTION_L2_128B
-COOPERATIVE, PROGRAMMATIC_SERIALIZATION = 2, 6  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, _PROGRAMMATIC_STREAM_SERIALIZATION
+PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class _Attribute(ctypes.Structure):
@@ -47,27 +47,24 @@ class _Launch(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Kernel:
-    """A loaded kernel. registers, local_bytes: per thread, as the compiler reports them. programmatic: its launches may
-    start before the kernel before them ends. cooperative: all blocks of a launch run at once, or it fails."""
+    """A loaded kernel. registers, local_bytes: per thread, as the compiler reports them."""
 
     handle: ctypes.c_void_p
     threads: int
     registers: int
     local_bytes: int
     programmatic: bool
-    cooperative: bool = False
 
     def launch(self, grid: tuple[int, int], shared_bytes: int, arguments: Sequence[Any]) -> None:
         """Queue the kernel on torch's current stream. arguments: ctypes values, in the kernel's order."""
         pointers = (ctypes.c_void_p * len(arguments))(
             *(ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in arguments)
         )
-        wanted = [COOPERATIVE] * self.cooperative + [PROGRAMMATIC_SERIALIZATION] * self.programmatic
-        attributes = (_Attribute * len(wanted))(*(_Attribute(name, b"", 1) for name in wanted))
+        attribute = _Attribute(PROGRAMMATIC_SERIALIZATION, b"", 1)
         config = _Launch(*grid, 1, self.threads, 1, 1, shared_bytes)
         config.stream = torch.cuda.current_stream().cuda_stream
-        config.attributes = attributes
-        config.attribute_count = len(wanted)
+        config.attributes = ctypes.pointer(attribute)
+        config.attribute_count = int(self.programmatic)
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self.handle, pointers, None), "cuLaunchKernelEx")
 
 
@@ -92,14 +89,7 @@ def compile_cubin(text: str, defines: Sequence[tuple[str, int]], architecture: s
 
 
 def load(
-    text: str,
-    name: str,
-    defines: Sequence[tuple[str, int]],
-    *,
-    threads: int,
-    shared_bytes: int,
-    specific: bool = False,
-    cooperative: bool = False,
+    text: str, name: str, defines: Sequence[tuple[str, int]], *, threads: int, shared_bytes: int, specific: bool = False
 ) -> Kernel:
     """Compile for the current device and load. shared_bytes: the most dynamic shared memory of any launch. specific:
     with instructions that only this architecture has, such as wgmma of sm_90a."""
@@ -116,7 +106,7 @@ def load(
         value = ctypes.c_int()
         _check(driver.cuFuncGetAttribute(ctypes.byref(value), attribute, function), "cuFuncGetAttribute")
         counts.append(value.value)
-    return Kernel(function, threads, counts[0], counts[1], major >= 9, cooperative)
+    return Kernel(function, threads, counts[0], counts[1], programmatic=major >= 9)
 
 
 def _compile(text: str, options: Sequence[str]) -> bytes:

@@ -49,7 +49,7 @@ def step(
     multiple of 16, state size a multiple of 32. Raises: ShapeError."""
     _, H, P, N = state.ssm.shape
     R, W = state.ring_dt.shape[1], state.window_rows
-    if not served_state(state):
+    if W not in (16, 32) or R > 3 * W - 1 or P % 16 or N % 32:
         raise ShapeError(
             "step: the kernel needs window_rows 16 or 32, draft_rows ≤ window_rows, head_dim % 16 = 0 and state size "
             f"% 32 = 0; found {W}, {(R - W + 1) // 2}, {P}, {N}"
@@ -79,13 +79,6 @@ def step(
     return out
 
 
-def served_state(state: LayerState) -> bool:
-    """Whether the kernel takes a pool's shapes."""
-    _, _, P, N = state.ssm.shape
-    R, W = state.ring_dt.shape[1], state.window_rows
-    return W in (16, 32) and R <= 3 * W - 1 and P % 16 == 0 and N % 32 == 0
-
-
 def step_cost(state: LayerState, sequences: int, rows: int) -> tuple[int, int]:
     """(bytes, flops) of a step of `rows` new rows for each sequence, averaged over a window."""
     _, H, P, N = state.ssm.shape
@@ -100,7 +93,7 @@ def step_cost(state: LayerState, sequences: int, rows: int) -> tuple[int, int]:
 def _kernel(device: int, defines: tuple[tuple[str, int], ...]) -> nvrtc.Kernel:
     threads = 32 * dict(defines)["WARPS"]
     return nvrtc.load(
-        nvrtc.source("common.cuh", "state.cuh", "step.cuh", "step.cu"), "step", defines, threads=threads, shared_bytes=0
+        nvrtc.source("common.cuh", "state.cuh", "step.cu"), "step", defines, threads=threads, shared_bytes=0
     )
 
 

@@ -151,11 +151,11 @@ DEVICE float sum_of_terms(const u16* found, const float* worth, long long pitch)
 }
 
 // From a stack of matrices of N rows to one of them.
-DEVICE void enter_stack(const u8*& w, const u8*& block_scales, const float*& scale, int index, int rows_out) {
-  long long matrix = (long long)index * rows_out * K_;
+DEVICE void enter_stack(const u8*& w, const u8*& block_scales, const float*& scale, int index, int N) {
+  long long matrix = (long long)index * N * K_;
   w += FORMAT == 0 ? matrix * 2 : FORMAT == 4 ? matrix / 2 : matrix;
   if (FORMAT == 4) block_scales += matrix / 16;
   if (FORMAT == 1 || FORMAT == 4) scale += index;
-  if (FORMAT == 2) scale += (long long)index * rows_out;
-  if (FORMAT == 3) scale += (long long)index * ((rows_out + 127) / 128) * ((K_ + 127) / 128);
+  if (FORMAT == 2) scale += (long long)index * N;
+  if (FORMAT == 3) scale += (long long)index * ((N + 127) / 128) * ((K_ + 127) / 128);
 }
